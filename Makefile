@@ -91,7 +91,7 @@ chaos-cluster: venv engine-venv ## Fault matrix of API server, node and link, on
 	@eval "$$($(LAB) env)"; $(BIN)/pytest -q e2e/cases/test_avoiding.py
 
 bench: venv engine-venv ## Benchmarks against a baseline of the same run; results: bench/results
-	@for b in reconcile plans push catchup endurance inflight latency; do $(BIN)/python -m bench.$$b; done
+	@for b in reconcile plans push catchup endurance inflight latency batches memory; do $(BIN)/python -m bench.$$b; done
 
 # --- documentation ------------------------------------------------------------------------------------------------------
 $(DOCS_VENV)/.done: requirements/docs.lock

@@ -30,6 +30,7 @@ PARTS = {
     "gate": "gate.cfg",
     "front": "front.cfg",
     "smg": "smg::router",
+    "batches": "sglang_rollout.cli batches ",
 }
 """A part of each part's command line."""
 ENGINE_PARTS = {"engine server": "sglang.launch_server", "engine scheduler": "sglang::scheduler"}
@@ -181,14 +182,14 @@ def until_serving(fleet: LocalFleet, within: float = START_SECONDS) -> None:
 def _marked(roots: Sequence[int], marks: Mapping[str, str]) -> dict[str, list[int]]:
     """Return the process IDs below ``roots``, by the mark in their command lines."""
     found: dict[str, list[int]] = {name: [] for name in marks}
-    for pid, words in _below(roots).items():
+    for pid, words in below(roots).items():
         for name, mark in marks.items():
             if mark in words:
                 found[name].append(pid)
     return {name: sorted(pids) for name, pids in found.items() if pids}
 
 
-def _below(roots: Sequence[int]) -> dict[int, str]:
+def below(roots: Sequence[int]) -> dict[int, str]:
     """Return the command lines of these processes and of all their descendants."""
     parents: dict[int, int] = {}
     for entry in Path("/proc").iterdir():

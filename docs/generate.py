@@ -25,6 +25,8 @@ from sglang_rollout.agent.app import make_metrics as make_agent_metrics
 from sglang_rollout.api.engine_flags import FLAGS, EngineFlags
 from sglang_rollout.api.flag_families import ENGINE_FAMILIES, ROUTER_FAMILIES, family_rows
 from sglang_rollout.api.status import ConditionType, Reason
+from sglang_rollout.batches.memory import Budget
+from sglang_rollout.batches.metrics import make_metrics as make_batch_metrics
 from sglang_rollout.controller.metrics import Metrics as OperatorMetrics
 from sglang_rollout.coordinator.metrics import Metrics as CoordinatorMetrics
 from sglang_rollout.coordinator.update.phases import TRANSITIONS, Phase
@@ -61,6 +63,7 @@ def metrics() -> str:
     registries = {
         "Operator": OperatorMetrics().registry,
         "Coordinator": CoordinatorMetrics().registry,
+        "Batch server": make_batch_metrics(Budget()),
         "Agent": make_agent_metrics(cast("Any", SimpleNamespace())),
     }
     parts = []

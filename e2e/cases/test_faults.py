@@ -71,7 +71,7 @@ def test_restarted_engine_is_fenced_until_it_loads_the_version(kubectl: Kubectl,
     serving(url, 2)
 
 
-@pytest.mark.parametrize("part", ["coordinator", "smg", "front"])
+@pytest.mark.parametrize("part", ["coordinator", "batches", "smg", "front"])
 def test_restarted_router_process_keeps_the_version(kubectl: Kubectl, fleet: str, url: str, both_serve: None, part: str) -> None:
     committed = document(url)["committed"]
     pod = router_pod(kubectl, fleet)

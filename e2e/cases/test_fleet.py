@@ -57,7 +57,12 @@ SCRAPE = (
 )
 EXPORTED = {
     "engine": {"/metrics": "sglang:", "/metrics/agent": "sglang_rollout_agent_gate_open 1.0", "/metrics/gate": "haproxy_"},
-    "router": {"/metrics": "sglang_rollout_coordinator_serving 2.0", "/metrics/smg": "smg_", "/metrics/front": "haproxy_"},
+    "router": {
+        "/metrics": "sglang_rollout_coordinator_serving 2.0",
+        "/metrics/batches": "sglang_rollout_batches_memory_bytes 0.0",
+        "/metrics/smg": "smg_",
+        "/metrics/front": "haproxy_",
+    },
 }
 """A part of the scraped text of each path, by component."""
 
@@ -69,7 +74,7 @@ def test_port_metrics_of_each_pod_has_the_metrics_of_its_processes(kubectl: Kube
             ports = [port for container in pod["spec"]["containers"] for port in container.get("ports", ())]
             (port,) = (port["containerPort"] for port in ports if port.get("name") == "metrics")
             expected |= {f"http://{pod['status']['podIP']}:{port}{path}": text for path, text in paths.items()}
-    assert len(expected) == 9, "two engine pods and the router pod"
+    assert len(expected) == 10, "two engine pods and the router pod"
     rows = [json.loads(line) for line in kubectl.exec("client", "python", "-", json.dumps(list(expected)), stdin=SCRAPE).splitlines()]
     assert len(rows) == len(expected)
     for url, status, text, refused in rows:

@@ -32,7 +32,8 @@ PHASE_LINE = " update phase: "
 PARTS = {
     "agent": ("sglang_rollout.cli", "agent", "--name", "local-engine-{index}"),
     "gate": ("haproxy", "local-engine-{index}"),
-    "coordinator": ("sglang_rollout.cli", "coordinator"),
+    "coordinator": ("sglang_rollout.cli", "coordinator", "--public-url"),
+    "batches": ("sglang_rollout.cli", "batches"),
     "smg": ("smg::router",),
     "front": ("haproxy", "front"),
 }

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from e2e.cluster.paths import REPOSITORY
-from sglang_rollout.coordinator.generate.routes import routes as data_routes
+from sglang_rollout.batches.routes import routes as data_routes
 from sglang_rollout.coordinator.http.control import routes as control_routes
 from sglang_rollout.coordinator.http.info import routes as info_routes
-from sglang_rollout.wire.ports import FLEET_ENGINES, FLEET_HELD
+from sglang_rollout.wire.ports import FLEET_ENGINES, FLEET_HELD, FLEET_SERVING
 
 PAGES = sorted(
     page
@@ -70,7 +70,7 @@ def test_generated_tables_explain_every_row() -> None:
 def test_page_of_the_http_api_names_every_route() -> None:
     page = (REPOSITORY / "docs/reference/http-api.md").read_text()
     paths = {route.path.partition("{")[0].rstrip("/") for route in (*control_routes, *info_routes, *data_routes)}
-    internal = {FLEET_HELD, FLEET_ENGINES}  # calls of the front and of the agents
+    internal = {FLEET_HELD, FLEET_SERVING, FLEET_ENGINES}  # calls of the front, the batch server and the agents
     assert {path for path in paths if not re.search(f"[` ]{re.escape(path)}[`/]", page)} == internal
 
 

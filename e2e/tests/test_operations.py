@@ -97,8 +97,9 @@ def test_network_names_every_port() -> None:
     assert named - EPHEMERAL_PORTS == known
 
 
-def rendered_requests() -> Iterator[tuple[str, tuple[str, str]]]:
-    """Yield name and requests of CPU and memory of each container of a rollout with default requests, and of the operator."""
+def rendered_resources() -> Iterator[tuple[str, tuple[str, str]]]:
+    """Yield name, request of CPU, and request and limit of memory of each container of a rollout with defaults, and of the operator."""
+    found: list[tuple[str, dict[str, dict[str, str]]]] = []
     pods = (
         live["spec"]["template"]["spec"]
         for live in yaml.safe_load_all((REPOSITORY / "operator/tests/golden/out/minimal-cpu.yaml").read_text())
@@ -107,15 +108,16 @@ def rendered_requests() -> Iterator[tuple[str, tuple[str, str]]]:
     for pod in pods:
         for container in [*pod.get("initContainers", ()), *pod["containers"]]:
             if container["name"] != "engine":
-                requests = container["resources"]["requests"]
-                yield container["name"], (requests["cpu"], requests["memory"])
-    requests = yaml.safe_load((REPOSITORY / "charts/sglang-rollout-operator/values.yaml").read_text())["resources"]["requests"]
-    yield "operator", (requests["cpu"], requests["memory"])
+                found.append((container["name"], container["resources"]))
+    found.append(("operator", yaml.safe_load((REPOSITORY / "charts/sglang-rollout-operator/values.yaml").read_text())["resources"]))
+    for name, resources in found:
+        requests = resources["requests"]
+        yield name, (requests["cpu"], f"{requests['memory']}, limit {resources['limits']['memory']}")
 
 
-def test_sizing_has_the_requests_of_the_containers() -> None:
+def test_sizing_has_the_requests_and_limits_of_the_containers() -> None:
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in read("sizing.md").splitlines() if line.startswith("| ")]
-    listed = {row[1]: (row[2], row[3].partition(",")[0]) for row in rows if len(row) == 5}
-    rendered = dict(rendered_requests())
-    assert set(rendered) == {"gate", "agent", "smg", "front", "coordinator", "operator"}
+    listed = {row[1]: (row[2], row[3]) for row in rows if len(row) == 5}
+    rendered = dict(rendered_resources())
+    assert set(rendered) == {"gate", "agent", "smg", "front", "coordinator", "batches", "operator"}
     assert {name: listed.get(name) for name in rendered} == rendered

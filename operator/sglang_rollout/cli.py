@@ -29,6 +29,7 @@ class Subcommand:
 
 SUBCOMMANDS = {
     "agent": Subcommand("sglang_rollout.agent.cli:command", "coordinator", "Run the agent: the sidecar of one engine.", part=True),
+    "batches": Subcommand("sglang_rollout.batches.main:command", "coordinator", "Run the batch server: it splits batches.", part=True),
     "coordinator": Subcommand(
         "sglang_rollout.coordinator.main:command", "coordinator", "Run the coordinator: the control API of the fleet.", part=True
     ),

@@ -330,6 +330,11 @@ class Engine(EngineFlags):
     """Keep compiled kernels (Triton, inductor, FlashInfer, DeepGEMM, …) between pods, so that engines start faster."""
     resources: Resources = Resources()
     """CPU and memory of the engine container. The operator adds the GPUs."""
+    gate_resources: Resources = Resources()
+    """CPU and memory of the container gate. Values that are set replace the defaults of docs/operations/sizing.md. A change restarts
+    engines one by one."""
+    agent_resources: Resources = Resources()
+    """CPU and memory of the container agent. A change restarts engines one by one."""
     service_account_annotations: AccountAnnotations | None = None
     """Annotations of the engines' ServiceAccount `<name>-engine`, for example `eks.amazonaws.com/role-arn` or
     `iam.gke.io/gcp-service-account`. A change restarts engines one by one, because some clouds read the account when a pod is created."""

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from sglang_rollout.api.engine_spec import EnvVar
+from sglang_rollout.api.engine_spec import EnvVar, Resources
 from sglang_rollout.api.network_spec import ABSOLUTE
 from sglang_rollout.api.schema import ApiModel, map_list, plain_path, rule, rules, with_rules
 
@@ -61,6 +61,8 @@ class Download(ApiModel):
         ),
     )
     """Environment variables of the command, for example `HF_TOKEN` from a Secret."""
+    resources: Resources = Resources()
+    """CPU and memory of the command. Values that are set replace the defaults of docs/operations/sizing.md."""
 
 
 class Model(ApiModel):

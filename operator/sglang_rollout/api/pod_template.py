@@ -22,7 +22,7 @@ RESERVED_VOLUMES = ("run", "control", "tmp", "shm", MODEL_VOLUME, CACHE_VOLUME)
 """Volumes of the engine pod that belong to the operator."""
 
 SMG_CONTAINER = "smg"
-ROUTER_CONTAINERS = ("front", SMG_CONTAINER, "coordinator")
+ROUTER_CONTAINERS = ("front", SMG_CONTAINER, "coordinator", "batches")
 """Containers of the router pod."""
 ROUTER_VOLUMES = ("tmp", "control", "account")
 """Volumes of the router pod. All of them belong to the operator."""
@@ -197,8 +197,8 @@ class RouterOverlayPodSpec(Open):
     containers: list[OverlayContainer] | None = _containers(
         _no_container(
             [name for name in ROUTER_CONTAINERS if name != SMG_CONTAINER],
-            "router.podTemplate must not change or remove the containers front and coordinator: they serve the fleet's URL and lead weight"
-            " updates. Use router.frontResources and router.coordinatorResources for CPU and memory.",
+            "router.podTemplate must not change or remove the containers front, coordinator and batches: they serve the fleet's URL and"
+            " lead weight updates. Use router.frontResources, router.coordinatorResources and router.batchesResources for CPU and memory.",
         ),
         _no_command("router.podTemplate", SMG_CONTAINER, "router.args"),
     )

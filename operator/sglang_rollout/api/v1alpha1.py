@@ -60,7 +60,7 @@ class RouterPolicy(StrEnum):
 
 
 class Router(ApiModel):
-    """The pod behind the fleet's URL: haproxy, the SGLang router (smg) and the coordinator."""
+    """The pod behind the fleet's URL: haproxy, the SGLang router (smg), the coordinator and the batch server."""
 
     model_config = with_rules(*rules_of_families("router", ROUTER_FAMILIES, ROUTER_FLAGS))
 
@@ -68,11 +68,13 @@ class Router(ApiModel):
     """Distribution of requests over the engines. With every policy the headers `x-smg-routing-key` and `x-session-id` make
     requests sticky."""
     resources: Resources = Resources()
-    """CPU and memory of the container smg. Default: requests of 250m CPU and 256Mi."""
+    """CPU and memory of the container smg. Values that are set replace the defaults of docs/operations/sizing.md."""
     front_resources: Resources = Resources()
-    """CPU and memory of the container front. Default: requests of 100m CPU and 128Mi."""
+    """CPU and memory of the container front."""
     coordinator_resources: Resources = Resources()
-    """CPU and memory of the container coordinator. Default: requests of 100m CPU and 128Mi."""
+    """CPU and memory of the container coordinator."""
+    batches_resources: Resources = Resources()
+    """CPU and memory of the container batches, the batch server. Batches and their answers may take half of the memory limit."""
     args: list[RouterArgument] = Field(default_factory=list, max_length=64)
     """Further arguments of `smg`, one word per item."""
     accept_flags: list[AcceptedFlag] = Field(default_factory=list, max_length=MAX_ACCEPTED)

@@ -19,14 +19,13 @@ from aiohttp import web
 from sglang_rollout.coordinator.agents import Agents
 from sglang_rollout.coordinator.driver import Driver
 from sglang_rollout.coordinator.engine_infos import EngineInfos
-from sglang_rollout.coordinator.generate.routes import routes as data_routes
-from sglang_rollout.coordinator.generate.smg import GenerateClient, SmgWorkers, WantedWorkers
 from sglang_rollout.coordinator.http.app import Parts, make_app
 from sglang_rollout.coordinator.http.control import routes as control_routes
 from sglang_rollout.coordinator.http.info import routes as info_routes
 from sglang_rollout.coordinator.leadership import DeposedError, FileLeadership, Leadership, LeaseLeadership
 from sglang_rollout.coordinator.metrics import Metrics
 from sglang_rollout.coordinator.record import ConfigMapRecord, FileRecord, HigherTermError, RecordStore
+from sglang_rollout.coordinator.smg import SmgWorkers, WantedWorkers
 from sglang_rollout.coordinator.wanted_engines import ConfigMapIntent, FileIntent, IntentSource, WantedEngines
 from sglang_rollout.kube.client import Kube
 from sglang_rollout.kube.errors import NoCredentials
@@ -91,15 +90,14 @@ async def serve(options: Options, token: str) -> None:
         wanted = WantedWorkers(wanted_engines.url)
         workers = SmgWorkers(options.smg_url, lambda: wanted.urls(driver.machine), engine_labels(options.policy))
         infos = EngineInfos(agents)
-        generate = await stack.enter_async_context(GenerateClient(options.smg_url))
         parts = Parts(
             name=options.name, namespace=options.namespace, public_url=options.public_url, driver=driver,
-            agents=agents, wanted_engines=wanted_engines, workers=workers, generate=generate, infos=infos, metrics=metrics,
+            agents=agents, wanted_engines=wanted_engines, workers=workers, infos=infos, metrics=metrics,
         )  # fmt: skip
         await agents.start()
         stack.push_async_callback(agents.close)
         runner = web.AppRunner(
-            make_app(parts, [*info_routes, *control_routes, *data_routes]),
+            make_app(parts, [*info_routes, *control_routes]),
             access_log=None,
             handler_cancellation=True,
             shutdown_timeout=SHUTDOWN_GRACE_SECONDS,

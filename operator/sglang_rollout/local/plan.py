@@ -17,8 +17,8 @@ from sglang_rollout.wire import ports as wire
 NAME = "local"
 """Name and namespace of a local fleet."""
 
-_ROUTER_PORTS = 4
-"""smg, its metrics, the coordinator, and one port for the metrics of smg, coordinator and front."""
+_ROUTER_PORTS = 5
+"""smg, its metrics, the coordinator, the batch server, and one port for the metrics of these and of the front."""
 _ENGINE_PORTS = 3
 """Gate, agent, and one port for the metrics of engine, agent and gate."""
 
@@ -115,7 +115,7 @@ class Plan:
 
     def children(self, folders: Folders) -> list[Child]:
         """Return all processes, in the order of their start."""
-        smg, smg_metrics, coordinator = (_loopback(port) for port in self.ports[:3])
+        smg, smg_metrics, coordinator, batches = (_loopback(port) for port in self.ports[:4])
         children: list[Child] = []
         for each in self._engine_addresses():
             children += _engine_children(each, folders)
@@ -123,20 +123,25 @@ class Plan:
         # smg serves for 5 s after SIGTERM, but no request reaches it, because the front is stopped first.
         children.append(Child("smg", (*_PROGRAM, *smg_line), grace=1.0))
         children.append(Child("coordinator", self._coordinator_command(smg, coordinator, folders)))
+        urls = ("--smg-url", f"http://{smg}", "--coordinator-url", f"http://{coordinator}")
+        children.append(Child("batches", (*_PROGRAM, "batches", "--listen", str(batches), *urls)))
         runtime = str(folders.runtime / "front")
-        front = ("proxy", "front", "--listen", str(self.listen), "--smg", str(smg), "--coordinator", str(coordinator))
+        front = (
+            *("proxy", "front", "--listen", str(self.listen), "--smg", str(smg), "--coordinator", str(coordinator)),
+            *("--batches", str(batches)),
+        )
         metrics = ("--metrics-listen", str(self.metrics), "--smg-metrics", str(smg_metrics))
         children.append(Child("front", (*_PROGRAM, *front, *metrics, "--runtime-dir", runtime)))
         return children
 
     @property
     def metrics(self) -> Address:
-        """Address of the metrics of coordinator, smg and front."""
-        return _loopback(self.ports[3])
+        """Address of the metrics of coordinator, batch server, smg and front."""
+        return _loopback(self.ports[4])
 
     def scrape_targets(self) -> list[dict[str, object]]:
         """Return all processes as targets of Prometheus, in the format of ``file_sd_configs``."""
-        router = {"coordinator": wire.METRICS, "smg": wire.METRICS_SMG, "front": wire.METRICS_FRONT}
+        router = {"coordinator": wire.METRICS, "smg": wire.METRICS_SMG, "front": wire.METRICS_FRONT, "batches": wire.METRICS_BATCHES}
         engine = {"engine": wire.METRICS, "agent": wire.METRICS_AGENT, "gate": wire.METRICS_GATE}
         pods = [("local-router", self.metrics, router), *((each.name, each.metrics, engine) for each in self._engine_addresses())]
         return [

@@ -136,6 +136,7 @@ def gate(
 @_address("--listen", f"[::]:{ports.FRONT_PORT}", "Address of the fleet's URL.")
 @_address("--smg", f"127.0.0.1:{ports.SMG_PORT}", "The SGLang router.")
 @_address("--coordinator", f"127.0.0.1:{ports.COORDINATOR_PORT}", "The coordinator.")
+@_address("--batches", f"127.0.0.1:{ports.BATCHES_PORT}", "The batch server.")
 @_metrics_listen
 @_probes_listen
 @_address("--smg-metrics", f"127.0.0.1:{ports.SMG_METRICS_PORT}", "The SGLang router's metrics.")
@@ -148,6 +149,7 @@ def front(
     listen: Address,
     smg: Address,
     coordinator: Address,
+    batches: Address,
     metrics_listen: Address | None,
     probes_listen: Address | None,
     smg_metrics: Address,
@@ -161,6 +163,7 @@ def front(
         listen=_listen_address(listen, only_print),
         smg=smg,
         coordinator=coordinator,
+        batches=batches,
         maxconn=_connection_limit(maxconn, only_print),
         threads=threads,
         metrics=_optional(metrics_listen, only_print),

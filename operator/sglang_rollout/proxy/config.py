@@ -60,8 +60,8 @@ _SENTENCES = {
         "GET /fleet shows the state of each engine. Try again.",
     ),
     "batches_away": (
-        "coordinator_unavailable",
-        "The coordinator, which splits batches, does not answer. It restarts automatically: try again. "
+        "batch_server_unavailable",
+        "The batch server, which splits batches, does not answer. It restarts automatically: try again. "
         "Requests with one prompt are served meanwhile.",
     ),
     "coordinator_broke": (
@@ -101,7 +101,7 @@ _SESSION_WINDOW = 60000
 """Bytes of a body in which the front searches for a session's name; slightly less than the buffer (tune.bufsize)."""
 _B = "[[:space:]]*"
 _MANY = "|".join((rf'text"{_B}:{_B}\[', rf'(input_ids|input_embeds)"{_B}:{_B}\[{_B}\[', rf'prompt"{_B}:{_B}\[{_B}[-[0-9]'))
-"""Several prompts, or prompts of token IDs in completions. Also matches embeddings of one prompt, which the coordinator recognizes."""
+"""Several prompts, or prompts of token IDs in completions. Also matches embeddings of one prompt, which the batch server recognizes."""
 _ONE = "|".join((rf'text"{_B}:{_B}"', rf'input_ids"{_B}:{_B}\[{_B}-?[0-9]', rf'prompt"{_B}:{_B}(\[{_B})?"'))
 """A prompt that smg accepts."""
 
@@ -129,6 +129,7 @@ class FrontParams:
     listen: Address
     smg: Address
     coordinator: Address
+    batches: Address
     maxconn: int = FRONT_CONNECTIONS
     threads: int = 2
     metrics: Address | None = None
@@ -168,7 +169,7 @@ def gate_config(params: GateParams) -> str:
         bind=_bind(params.listen),
         engine=params.engine,
         agent=params.agent,
-        agent_host=f"[{params.agent.host}]" if params.agent.is_v6 else params.agent.host,
+        agent_host=_host(params.agent),
         agent_port=params.agent.port,
         socket=params.socket,
         check_path=AGENT_GATE,
@@ -208,6 +209,9 @@ def front_config(params: FrontParams) -> str:
         bind=_bind(params.listen),
         smg=params.smg,
         coordinator=params.coordinator,
+        coordinator_host=_host(params.coordinator),
+        coordinator_port=params.coordinator.port,
+        batches=params.batches,
         batch_paths=" ".join(_BATCH_PATHS),
         direct_paths=" ".join(DIRECT_PATHS),
         batch_limit=max(8, params.maxconn // 16),
@@ -226,6 +230,7 @@ def front_config(params: FrontParams) -> str:
             ports.METRICS_FRONT,
             _MetricsSource("coordinator", params.coordinator, ports.METRICS, ports.FLEET_METRICS),
             _MetricsSource("smg", params.smg_metrics, ports.METRICS_SMG, "/metrics"),
+            _MetricsSource("batches", params.batches, ports.METRICS_BATCHES, ports.BATCHES_METRICS),
         ),
         **_shared(params.maxconn),
     )
@@ -264,12 +269,17 @@ def _probes(listen: Address | None, own_path: str, backend: str, *paths: str) ->
 
 
 def _shared(maxconn: int) -> dict[str, object]:
-    """Return values for both templates. One connection in eight, at least 16, stays free for control calls."""
+    """Return values for both templates.
+
+    One connection in eight, at least 16, stays free for control calls, and half of these for other addresses than the busiest one.
+    """
+    reserved = max(16, maxconn // 8)
     return {
         "maxconn": maxconn,
         "all_connections": maxconn + _METRICS_CONNECTIONS + _PROBE_CONNECTIONS,
         "body_seconds": _BODY_SECONDS,
-        "data_limit": maxconn - max(16, maxconn // 8),
+        "data_limit": maxconn - reserved,
+        "per_address": maxconn - reserved // 2,
         "data_paths": " ".join(DATA_PATHS),
         "models_path": f"{MODELS}/",
         "encoded": _body(*_ENCODED, kind="invalid_request_error"),
@@ -289,6 +299,11 @@ def _regex(pattern: str) -> str:
     if "'" in pattern:
         raise ValueError(f"a regular expression in a haproxy configuration cannot hold ': {pattern}")
     return f"'[{{,]{_B}\"({pattern})'"
+
+
+def _host(address: Address) -> str:
+    """Return the host of an address as an argument of ``check addr``."""
+    return f"[{address.host}]" if address.is_v6 else address.host
 
 
 def _bind(address: Address) -> str:

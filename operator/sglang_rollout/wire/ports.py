@@ -1,4 +1,4 @@
-"""Ports, paths and headers of all processes. No other module defines any.
+"""Ports, paths, headers and variables of all processes. No other module defines any.
 
 All fixed ports lie below 32768, the start of Linux's ephemeral range, because an outgoing connection can take a port above it. Engines
 in the network of their node use other ports (``sglang_rollout.controller.render.names``).
@@ -29,6 +29,8 @@ SMG_METRICS_PORT = 30011
 """smg's Prometheus endpoint (127.0.0.1)."""
 COORDINATOR_PORT = 30020
 """The coordinator, bound to 127.0.0.1 inside the router pod; reached through the front."""
+BATCHES_PORT = 30021
+"""The batch server, bound to 127.0.0.1 inside the router pod; reached through the front."""
 
 OPERATOR_METRICS_PORT = 8080
 """``/metrics`` of the operator."""
@@ -41,6 +43,7 @@ METRICS_AGENT = "/metrics/agent"
 METRICS_GATE = "/metrics/gate"  # haproxy itself
 METRICS_SMG = "/metrics/smg"
 METRICS_FRONT = "/metrics/front"  # haproxy itself
+METRICS_BATCHES = "/metrics/batches"
 
 GATE_HEALTH = "/gate/health"  # on PROBES_PORT, GET 200: haproxy runs
 FRONT_HEALTH = "/front/health"  # on PROBES_PORT and at the URL, GET 200: haproxy runs
@@ -54,6 +57,9 @@ The engine continues the call, because SGLang cannot cancel it. Until the engine
 """
 VERSION_HEADER = "X-Weight-Version"
 """Reply header: label of the committed weight version."""
+
+MEMORY_VARIABLE = "SGLANG_ROLLOUT_MEMORY_BYTES"
+"""Environment variable with the memory limit of the batch server's container."""
 
 WIRE_VERSION = 1
 """Version of the messages in this package; sent in every status and discovery document."""
@@ -78,5 +84,9 @@ FLEET_HEALTH = "/fleet/health"  # GET 200: the coordinator runs (liveness); no s
 FLEET_RUN = "/fleet/run"  # POST: the next update opens a new run
 FLEET_ENGINES = "/fleet/engines"  # POST {FLEET_ENGINES}/{engine}/{call}: a trainer's call at one engine's own URL
 FLEET_LEASE = "/fleet/lease"  # POST: the trainer's heartbeat
-FLEET_HELD = "/fleet/held"  # GET 200: an interruption keeps all engines from serving, so the front sends data requests to the coordinator
+FLEET_HELD = "/fleet/held"  # GET 200: an interruption keeps all engines from serving, so the front sends data requests to the batch server
+FLEET_SERVING = "/fleet/serving"  # GET Serving: what the batch server needs to know of the fleet
 FLEET_METRICS = "/fleet/metrics"  # GET Prometheus text
+
+# Path of the batch server beside SGLang's data paths.
+BATCHES_METRICS = "/batches/metrics"  # GET Prometheus text

@@ -103,11 +103,6 @@ def container_ports(*, on_node: bool = False, **named: int) -> list[Object]:
     return [{**port, "hostPort": port["containerPort"]} for port in ports] if on_node else ports
 
 
-def requests(cpu: str, memory: str) -> Object:
-    """Return resources without limits, because a limit on a sidecar turns a short spike into an outage."""
-    return {"requests": {"cpu": cpu, "memory": memory}}
-
-
 def container_resources(resources: Resources) -> Object:
     """Return the user's resources as fields of a container."""
     parts = {"requests": resources.requests, "limits": resources.limits}

@@ -25,6 +25,7 @@ from sglang_rollout.controller.render.names import EnginePorts, engine_ports
 from sglang_rollout.controller.render.overlay import merge
 from sglang_rollout.controller.render.placement import CLAIM, keep_near, keep_off, pod_labels, pod_placement, queue_labels
 from sglang_rollout.controller.render.preflight import all_reduce, preflight
+from sglang_rollout.controller.render.resources import own_resources
 from sglang_rollout.controller.render.start import DRAIN_SCRIPT, DRAIN_SECONDS, start_script
 from sglang_rollout.controller.render.storage import downloads, mounts, volumes, with_shared_mounts
 from sglang_rollout.wire.ports import AGENT_ENGINE, AGENT_HEALTH, GATE_HEALTH
@@ -100,7 +101,7 @@ def _pod_template(rollout: SGLangRollout, settings: Settings, index: int, revisi
             # In the node's network, cluster names resolve only with this policy.
             **({"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"} if ports.on_node else {}),
             **pod_placement(rollout, index),
-            "initContainers": [*downloads(rollout), _gate(settings, ports), _agent(rollout, settings, name, ports)],
+            "initContainers": [*downloads(rollout), _gate(rollout, settings, ports), _agent(rollout, settings, name, ports)],
             "containers": [_engine(rollout, name, ports)],
             "volumes": [
                 {"name": "run", "emptyDir": {"medium": "Memory", "sizeLimit": "16Mi"}},
@@ -113,7 +114,7 @@ def _pod_template(rollout: SGLangRollout, settings: Settings, index: int, revisi
     }
 
 
-def _gate(settings: Settings, ports: EnginePorts) -> Object:
+def _gate(rollout: SGLangRollout, settings: Settings, ports: EnginePorts) -> Object:
     """Return the first sidecar. Its probes must not depend on the agent, which starts after they pass."""
     return common.own_container(
         GATE_CONTAINER,
@@ -133,7 +134,7 @@ def _gate(settings: Settings, ports: EnginePorts) -> Object:
         ports=common.container_ports(on_node=ports.on_node, http=ports.gate),
         startupProbe=http_probe(GATE_HEALTH, ports.probes, periodSeconds=1, timeoutSeconds=3, failureThreshold=60),
         livenessProbe=http_probe(GATE_HEALTH, ports.probes, periodSeconds=10, timeoutSeconds=3, failureThreshold=3),
-        resources=common.requests("50m", "64Mi"),
+        resources=own_resources(GATE_CONTAINER, rollout.spec.engine.gate_resources),
     )
 
 
@@ -151,7 +152,7 @@ def _agent(rollout: SGLangRollout, settings: Settings, name: str, ports: EngineP
         **({"ports": common.container_ports(on_node=True, agent=ports.agent)} if ports.on_node else {}),
         startupProbe=http_probe(AGENT_HEALTH, ports.probes, periodSeconds=1, timeoutSeconds=3, failureThreshold=120),
         livenessProbe=http_probe(AGENT_HEALTH, ports.probes, periodSeconds=10, timeoutSeconds=5, failureThreshold=6),
-        resources=common.requests("100m", "128Mi"),
+        resources=own_resources(AGENT_CONTAINER, rollout.spec.engine.agent_resources),
     )
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 from sglang_rollout.api.pod_template import DOWNLOAD_CONTAINER
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.controller.render import names
-from sglang_rollout.controller.render.common import Object, Settings, child, requests, restricted
+from sglang_rollout.controller.render.common import Object, Settings, child, restricted
 from sglang_rollout.controller.render.engines import engine_template
 from sglang_rollout.controller.render.hashing import digest
+from sglang_rollout.controller.render.resources import own_resources
 
 _COPIED_FIELDS = (
     "serviceAccountName",
@@ -75,7 +76,7 @@ def _pod_spec(engine: Object, download: Object) -> Object:
                 "name": names.COMPONENT_PREFETCH,
                 "image": download["image"],
                 "command": ["/bin/sh", "-c", _STAY],
-                "resources": requests("1m", "8Mi"),
+                "resources": own_resources(names.COMPONENT_PREFETCH),
                 "securityContext": restricted(),
             }
         ],

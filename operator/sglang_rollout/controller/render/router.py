@@ -1,18 +1,21 @@
-"""The router: one pod with the front (haproxy, the fleet's URL), smg and the coordinator."""
+"""The router: one pod with the front (haproxy, the fleet's URL), smg, the coordinator and the batch server."""
 
 from __future__ import annotations
 
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.controller.render import common, names
-from sglang_rollout.controller.render.common import Object, Settings, container_resources, http_probe, requests
+from sglang_rollout.controller.render.common import Object, Settings, http_probe
 from sglang_rollout.controller.render.hashing import digest
 from sglang_rollout.controller.render.overlay import merge
 from sglang_rollout.controller.render.placement import router_placement
+from sglang_rollout.controller.render.resources import own_resources
 from sglang_rollout.wire.ports import (
+    BATCHES_PORT,
     COORDINATOR_PORT,
     FLEET_HEALTH,
     FRONT_HEALTH,
     FRONT_PORT,
+    MEMORY_VARIABLE,
     METRICS_PORT,
     PROBES_PORT,
     SMG_METRICS_PORT,
@@ -69,7 +72,7 @@ def _pod_spec(rollout: SGLangRollout, settings: Settings) -> Object:
         "terminationGracePeriodSeconds": GRACE_SECONDS,
         "securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}},
         **router_placement(rollout),
-        "containers": [_front(rollout, settings), _smg(rollout, settings), _coordinator(rollout, settings)],
+        "containers": [_front(rollout, settings), _smg(rollout, settings), _coordinator(rollout, settings), _batches(rollout, settings)],
         "volumes": [common.TMP_VOLUME, common.control_volume(rollout), _account_volume()],
     }
 
@@ -85,6 +88,7 @@ def _front(rollout: SGLangRollout, settings: Settings) -> Object:
             *("--listen", f"[::]:{FRONT_PORT}"),
             *("--smg", f"127.0.0.1:{SMG_PORT}"),
             *("--coordinator", f"127.0.0.1:{COORDINATOR_PORT}"),
+            *("--batches", f"127.0.0.1:{BATCHES_PORT}"),
             *("--metrics-listen", f"[::]:{METRICS_PORT}"),
             *("--probes-listen", f"[::]:{PROBES_PORT}"),
             *("--smg-metrics", f"127.0.0.1:{SMG_METRICS_PORT}"),
@@ -96,7 +100,7 @@ def _front(rollout: SGLangRollout, settings: Settings) -> Object:
         readinessProbe=http_probe(FRONT_HEALTH, PROBES_PORT, periodSeconds=5, timeoutSeconds=3, failureThreshold=3),
         livenessProbe=http_probe(FRONT_HEALTH, PROBES_PORT, periodSeconds=10, timeoutSeconds=5, failureThreshold=3),
         lifecycle={"preStop": {"exec": {"command": ["/bin/sh", "-c", SOFT_STOP_SCRIPT]}}},
-        resources=container_resources(rollout.spec.router.front_resources) or requests("100m", "128Mi"),
+        resources=own_resources("front", rollout.spec.router.front_resources),
     )
 
 
@@ -119,7 +123,7 @@ def _smg(rollout: SGLangRollout, settings: Settings) -> Object:
             *("--served-name", model.served_name or model.path),
             *(("--", *router.args) if router.args else ()),
         ],
-        resources=container_resources(router.resources) or requests("250m", "256Mi"),
+        resources=own_resources("smg", router.resources),
     )
 
 
@@ -144,7 +148,28 @@ def _coordinator(rollout: SGLangRollout, settings: Settings) -> Object:
         startupProbe=http_probe(FLEET_HEALTH, PROBES_PORT, periodSeconds=1, timeoutSeconds=3, failureThreshold=120),
         readinessProbe=http_probe(FLEET_HEALTH, PROBES_PORT, periodSeconds=5, timeoutSeconds=3, failureThreshold=3),
         livenessProbe=http_probe(FLEET_HEALTH, PROBES_PORT, periodSeconds=10, timeoutSeconds=5, failureThreshold=6),
-        resources=container_resources(rollout.spec.router.coordinator_resources) or requests("100m", "128Mi"),
+        resources=own_resources("coordinator", rollout.spec.router.coordinator_resources),
+    )
+
+
+def _batches(rollout: SGLangRollout, settings: Settings) -> Object:
+    """Return the container of the batch server, without probes, because the kubelet cannot reach 127.0.0.1 of a pod.
+
+    It has no credentials. A container of its own keeps a batch that takes all memory from ending the coordinator.
+    """
+    return common.own_container(
+        "batches",
+        settings.coordinator_image,
+        settings,
+        command=("batches",),
+        mounts=[common.TMP_MOUNT],
+        args=[
+            *("--listen", f"127.0.0.1:{BATCHES_PORT}"),
+            *("--smg-url", f"http://127.0.0.1:{SMG_PORT}"),
+            *("--coordinator-url", f"http://127.0.0.1:{COORDINATOR_PORT}"),
+        ],
+        env=[common.HOME_ENV, {"name": MEMORY_VARIABLE, "valueFrom": {"resourceFieldRef": {"resource": "limits.memory"}}}],
+        resources=own_resources("batches", rollout.spec.router.batches_resources),
     )
 
 

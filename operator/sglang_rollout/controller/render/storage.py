@@ -18,8 +18,9 @@ from sglang_rollout.api.pod_template import (
     RESERVED_VOLUMES,
 )
 from sglang_rollout.api.v1alpha1 import SGLangRollout
-from sglang_rollout.controller.render.common import Object, requests
+from sglang_rollout.controller.render.common import Object
 from sglang_rollout.controller.render.hashing import digest
+from sglang_rollout.controller.render.resources import own_resources
 from sglang_rollout.controller.render.start import FETCH_SCRIPT
 
 CACHE_DIR = "/var/cache/sglang-rollout"
@@ -72,7 +73,7 @@ def downloads(rollout: SGLangRollout) -> list[Object]:
             "image": rollout.spec.engine.image,
             "command": ["/bin/sh", "-c", FETCH_SCRIPT, DOWNLOAD_CONTAINER, *model.download.command],
             "env": [{"name": MODEL_PATH_ENV, "value": model.path}, *env],
-            "resources": requests("100m", "256Mi"),
+            "resources": own_resources(DOWNLOAD_CONTAINER, model.download.resources),
             "securityContext": {"allowPrivilegeEscalation": False},
             "terminationMessagePolicy": "FallbackToLogsOnError",
             "volumeMounts": [{"name": MODEL_VOLUME, "mountPath": _model_mount(rollout)}],

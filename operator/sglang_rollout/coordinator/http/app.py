@@ -13,8 +13,8 @@ from prometheus_client.aiohttp import make_aiohttp_handler
 from sglang_rollout.coordinator.agents import Agents
 from sglang_rollout.coordinator.driver import Driver
 from sglang_rollout.coordinator.engine_infos import EngineInfos
-from sglang_rollout.coordinator.generate.smg import GenerateClient, SmgWorkers
 from sglang_rollout.coordinator.metrics import Metrics
+from sglang_rollout.coordinator.smg import SmgWorkers
 from sglang_rollout.coordinator.update.machine import Machine
 from sglang_rollout.coordinator.wanted_engines import WantedEngines
 from sglang_rollout.sglang.api import DATA_PATHS, ControlCall
@@ -39,7 +39,6 @@ class Parts:
     agents: Agents
     wanted_engines: WantedEngines
     workers: SmgWorkers
-    generate: GenerateClient
     infos: EngineInfos
     metrics: Metrics
 
@@ -66,18 +65,17 @@ MAX_BODY_BYTES = 8 * 2**20
 """Largest body of a control call. The tensor list of the largest models has some megabytes; weights never pass here."""
 
 BODY_SECONDS = 60.0
-"""Longest time in which a control call's whole body, or any further part of a batch, arrives."""
+"""Longest time in which a whole body arrives."""
 
 
 @web.middleware
 async def handle_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Refuse a body that is too large before it is read, and turn every error into a reply with a message."""
-    if request.content_length is not None and request.content_length > MAX_BODY_BYTES and request.path not in DATA_PATHS:
+    if request.content_length is not None and request.content_length > MAX_BODY_BYTES:
         return _too_large(request.content_length)
     try:
         _refuse_web_pages(request)
-        if request.path not in DATA_PATHS:
-            await _receive_body(request)
+        await _receive_body(request)
         return await handler(request)
     except RefusedError as refusal:
         return refuse(refusal.status, str(refusal), refusal.fleet or None)
@@ -98,7 +96,7 @@ def _refuse_web_pages(request: web.Request) -> None:
     """
     flushes = request.path == ControlCall.FLUSH_CACHE.path
     is_served = request.match_info.http_exception is None
-    if not is_served or request.path in DATA_PATHS or (request.method in {"GET", "HEAD"} and not flushes):
+    if not is_served or (request.method in {"GET", "HEAD"} and not flushes):
         return
     if "Origin" in request.headers or request.headers.get("Sec-Fetch-Site", "none") != "none":
         raise RefusedError(f"{request.path}: control calls from web pages are refused. Call it from a program.", status=403)
@@ -139,7 +137,7 @@ def _too_large(length: int | None) -> web.Response:
 
 def _unknown_path(request: web.Request) -> str:
     paths = {route.resource.canonical for route in request.app.router.routes() if route.resource is not None}
-    control = ", ".join(sorted(paths - set(DATA_PATHS)))
+    control = ", ".join(sorted(paths))
     return (
         f"{request.path} is no path of this URL, which serves a fleet of SGLang engines. Data: {', '.join(DATA_PATHS)}. Control: {control}."
     )

@@ -15,8 +15,9 @@ from sglang_rollout.coordinator.update import adapters as lora
 from sglang_rollout.coordinator.update.membership import why_incomplete
 from sglang_rollout.sglang.api import MODEL_INFO, MODELS, SERVER_INFO
 from sglang_rollout.wire.agent import CheckpointRequest
-from sglang_rollout.wire.ports import AGENT_CHECKPOINT, FLEET, FLEET_HEALTH, FLEET_HELD, FLEET_TENSORS, VERSION_HEADER
+from sglang_rollout.wire.ports import AGENT_CHECKPOINT, FLEET, FLEET_HEALTH, FLEET_HELD, FLEET_SERVING, FLEET_TENSORS, VERSION_HEADER
 from sglang_rollout.wire.reasons import RefusedError, reason_phrase
+from sglang_rollout.wire.serving import Serving
 from sglang_rollout.wire.states import Version
 from sglang_rollout.wire.trainer import FleetDocument, FleetMember, ModelTensors
 
@@ -109,9 +110,20 @@ async def health(request: web.Request) -> web.Response:
 
 
 async def get_held(request: web.Request) -> web.Response:
-    """Return 200 if an interruption keeps all engines from serving. The front then sends data requests to the coordinator."""
+    """Return 200 if an interruption keeps all engines from serving. The front then sends data requests to the batch server."""
     reason = request.app[PARTS].machine.fleet.why_not_generating
     return web.json_response({"held": reason}) if reason else refuse(404, "No interruption keeps the fleet from serving.")
+
+
+async def get_serving(request: web.Request) -> web.Response:
+    """Return what the batch server needs to know of the fleet."""
+    parts = request.app[PARTS]
+    fleet = parts.machine.fleet
+    urls = (parts.wanted_engines.url(name) for name, engine in fleet.engines.items() if engine.serving)
+    found = Serving(
+        held=fleet.why_not_generating, engines=tuple(url for url in urls if url is not None), adapters=tuple(lora.wanted_adapters(fleet))
+    )
+    return web.json_response(found.model_dump(mode="json"))
 
 
 async def get_document(request: web.Request) -> web.Response:
@@ -279,6 +291,7 @@ def _committed(parts: Parts) -> Version:
 routes = [
     web.get(FLEET_HEALTH, fleet_health),
     web.get(FLEET_HELD, get_held),
+    web.get(FLEET_SERVING, get_serving),
     web.get(FLEET, get_document),
     web.get(FLEET_TENSORS, get_tensors),
     web.get("/health", health),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from sglang_rollout.batches import routes
 from sglang_rollout.coordinator.http import app
 from sglang_rollout.wire.record import Record
 from tests.contract.support.coordinator_process import QUICK, Lab, fleet_lab
@@ -283,7 +284,8 @@ async def test_programs_may_leave_out_the_type_of_a_body(lab: Lab) -> None:
 @pytest.mark.parametrize("path", ["/pause_generation", "/generate"])
 async def test_a_body_that_never_ends_is_refused(lab: Lab, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     monkeypatch.setattr(app, "BODY_SECONDS", 0.2)
-    host, port = lab.url.removeprefix("http://").split(":")
+    monkeypatch.setattr(routes, "BODY_SECONDS", 0.2)
+    host, port = lab.url_of(path).removeprefix("http://").removesuffix(path).split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     head = f"POST {path} HTTP/1.1\r\nHost: fleet\r\nContent-Type: application/json\r\nContent-Length: 50\r\n\r\n"
     writer.write(head.encode() + b'{"text":')

@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 
-from sglang_rollout.coordinator.generate import routes as routes_data
+from sglang_rollout.batches import routes
 from sglang_rollout.sglang.api import DIRECT_PATHS
 from tests.contract.support.coordinator_process import HttpAgent, Lab, fleet_lab
 
@@ -49,7 +49,7 @@ async def test_engines_are_asked_in_turn_and_a_closed_gate_is_skipped(lab: Lab, 
 
 
 async def test_an_engine_with_a_closed_gate_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routes_data, "HOLD_SECONDS", 0.3)
+    monkeypatch.setattr(routes, "HOLD_SECONDS", 0.3)
     async with fleet_lab(tmp_path) as lab:
         seen = [echo(agent, agent.agent.name) for agent in lab.agents]
         assert (await lab.get("/ready"))[0] == 200
@@ -109,7 +109,7 @@ async def test_bodies_with_hidden_token_ids_reach_no_engine(lab: Lab, body: Any,
         ("POST", "/v1/responses/r1/cancel", 501, "Use /v1/chat/completions or /generate."),
         ("PUT", "/hicache/storage-backend", 501, "Set the flag in engine.args"),
         ("POST", "/hicaches", 404, "/hicaches is no path of this URL, which serves a fleet of SGLang engines. Data: /generate,"),
-        ("GET", "/classify", 405, "GET /classify: use POST."),
+        ("GET", "/pause_generation", 405, "GET /pause_generation: use POST."),
         ("GET", "/v1/models/other", 404, "The model 'other' does not exist"),
         ("POST", "/get_weights_by_name", 400, "name is missing"),
         ("GET", "/get_weights_by_name?name=w&truncate_size=-5", 400, "truncate_size '-5' is out of range: use 1 to 100 rows."),
@@ -121,6 +121,11 @@ async def test_other_paths_are_refused_by_name(lab: Lab, method: str, path: str,
     text = body["message"] if "message" in body else body["error"]["message"]
     assert (found, sentence in text) == (status, True), body
     assert text[:60] in reason or status == 404
+
+
+async def test_data_paths_take_post_only(lab: Lab) -> None:
+    status, _, body = await lab.get("/classify")
+    assert (status, body["error"]["message"]) == (405, "GET /classify: use POST.")
 
 
 async def test_a_refused_path_is_named_for_every_type_of_body(lab: Lab) -> None:

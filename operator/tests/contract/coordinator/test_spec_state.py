@@ -43,7 +43,7 @@ async def test_a_paused_fleet_names_the_cause_and_accepts_weights(lab: Lab) -> N
     await set_state(lab, FleetState.PAUSED)
     await lab.until("all engines are paused", lambda: all_paused(lab))
     for path, body in (("/generate", {"text": "a"}), ("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", {"messages": []})):
-        async with lab.session.post(lab.url + path, json=body) as reply:
+        async with lab.session.post(lab.url_of(path), json=body) as reply:
             assert (reply.status, reply.headers["Retry-After"]) == (503, "1")
             assert (await reply.json())["error"]["message"] == PAUSED
     assert (await lab.get("/fleet/held"))[0] == 200

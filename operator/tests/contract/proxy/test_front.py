@@ -1,9 +1,10 @@
-"""The front, a real haproxy over stubs of smg and coordinator, while all or some of them run."""
+"""The front, a real haproxy over stubs of smg, coordinator and batch server, while all or some of them run."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from sglang_rollout.proxy.address import Address
 from sglang_rollout.proxy.cli import find_haproxy
 from sglang_rollout.proxy.config import FrontParams, front_config
 from sglang_rollout.sglang.api import DIRECT_PATHS
-from sglang_rollout.wire.ports import FLEET_HEALTH, FLEET_HELD, FRONT_HEALTH
+from sglang_rollout.wire.ports import FLEET, FLEET_HEALTH, FLEET_HELD, FRONT_HEALTH
 from tests.contract.support.agent_pod import Process, until
 from tests.support.ports import free_port
 
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.router
 
 @dataclass
 class Part:
-    """A stub of smg or of the coordinator that can go away and come back."""
+    """A stub of smg, the coordinator or the batch server that can go away and come back."""
 
     name: str
     port: int
@@ -64,6 +65,7 @@ class Front:
     url: str
     smg: Part
     coordinator: Part
+    batches: Part
     http: aiohttp.ClientSession
     process: Process
 
@@ -74,21 +76,23 @@ class Front:
 
 @pytest.fixture
 async def front(tmp_path: Path) -> AsyncIterator[Front]:
-    smg, coordinator, port = Part("smg", free_port()), Part("coordinator", free_port()), free_port()
-    await smg.start()
-    await coordinator.start()
+    smg, coordinator, batches = parts = [Part(name, free_port()) for name in ("smg", "coordinator", "batches")]
+    port = free_port()
+    for part in parts:
+        await part.start()
     line = ["proxy", "front", "--listen", f"127.0.0.1:{port}", "--smg", f"127.0.0.1:{smg.port}"]
-    process = Process([*line, "--coordinator", f"127.0.0.1:{coordinator.port}", "--runtime-dir", str(tmp_path)], tmp_path / "front.log")
+    line += ["--coordinator", f"127.0.0.1:{coordinator.port}", "--batches", f"127.0.0.1:{batches.port}", "--runtime-dir", str(tmp_path)]
+    process = Process(line, tmp_path / "front.log")
     await process.start()
     try:
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as http:
-            made = Front(f"http://127.0.0.1:{port}", smg, coordinator, http, process)
+            made = Front(f"http://127.0.0.1:{port}", smg, coordinator, batches, http, process)
             await until(lambda: _answers(made), 15, "the front answers")
             yield made
     finally:
         await process.end()
-        await smg.stop()
-        await coordinator.stop()
+        for part in parts:
+            await part.stop()
 
 
 @pytest.mark.parametrize("path", ["/%67enerate", "/v1%2Fcompletions", "/%76%31/models/m", "/flush_cach%65"])
@@ -97,14 +101,19 @@ async def test_an_encoded_path_reaches_no_process(front: Front, path: str) -> No
         assert (reply.status, (await reply.json())["error"]["code"]) == (400, "encoded_path")
 
 
-async def test_probes_are_answered_while_callers_use_all_connections(tmp_path: Path) -> None:
+CONNECTIONS = 64
+"""Connections of a small front."""
+
+
+@asynccontextmanager
+async def small_front(folder: Path) -> AsyncIterator[tuple[int, Callable[[str], Awaitable[int]]]]:
+    """Run a front with few connections, and yield its port and a call that sends a probe."""
     coordinator, port, probes = Part("coordinator", free_port()), free_port(), free_port()
     await coordinator.start()
-    line = ["proxy", "front", "--listen", f"127.0.0.1:{port}", "--probes-listen", f"127.0.0.1:{probes}", "--maxconn", "64"]
-    line += ["--smg", "127.0.0.1:9", "--coordinator", f"127.0.0.1:{coordinator.port}", "--runtime-dir", str(tmp_path)]
-    process = Process(line, tmp_path / "front.log")
+    line = ["proxy", "front", "--listen", f"127.0.0.1:{port}", "--probes-listen", f"127.0.0.1:{probes}", "--maxconn", str(CONNECTIONS)]
+    line += ["--smg", "127.0.0.1:9", "--coordinator", f"127.0.0.1:{coordinator.port}", "--runtime-dir", str(folder)]
+    process = Process(line, folder / "front.log")
     await process.start()
-    writers = []
     try:
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as http:
 
@@ -119,28 +128,56 @@ async def test_probes_are_answered_while_callers_use_all_connections(tmp_path: P
                     return False
 
             await until(is_up, 15, "the front answers probes")
-            for _ in range(64):
-                _, writer = await asyncio.open_connection("127.0.0.1", port)
-                writer.write(b"POST /fleet/run HTTP/1.1\r\nHost: fleet\r\nContent-Length: 50\r\n\r\n{")
-                writers.append(writer)
-            late = asyncio.create_task(http.get(f"http://127.0.0.1:{port}/fleet").__aenter__())
-            await asyncio.wait({late}, timeout=1)
-            assert not late.done(), "callers use all connections"
-            assert [await probe(path) for path in (FRONT_HEALTH, FLEET_HEALTH, "/fleet", "/generate")] == [200, 200, 404, 404]
-            writers.pop().close()
-            assert (await late).status == 200
-            late.result().close()
+            yield port, probe
+    finally:
+        await process.end()
+        await coordinator.stop()
+
+
+@asynccontextmanager
+async def unfinished_bodies(port: int, clients: Mapping[str, int]) -> AsyncIterator[list[asyncio.StreamWriter]]:
+    """Open connections from each client's address and send bodies that do not end. The front resets those above its limit."""
+    writers = []
+    try:
+        for address, number in clients.items():
+            for _ in range(number):
+                with suppress(ConnectionError):
+                    _, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(address, 0))
+                    writers.append(writer)
+                    writer.write(b"POST /generate HTTP/1.1\r\nHost: fleet\r\nContent-Length: 50\r\n\r\n{")
+        yield writers
     finally:
         for writer in writers:
             writer.close()
-        await process.end()
-        await coordinator.stop()
+
+
+async def get(port: int, path: str) -> int:
+    async with aiohttp.ClientSession() as http, http.get(f"http://127.0.0.1:{port}{path}") as reply:
+        return reply.status
+
+
+async def test_probes_are_answered_while_callers_use_all_connections(tmp_path: Path) -> None:
+    clients = {"127.0.0.2": CONNECTIONS // 2, "127.0.0.3": CONNECTIONS // 2}
+    async with small_front(tmp_path) as (port, probe), unfinished_bodies(port, clients) as writers:
+        late = asyncio.create_task(get(port, FLEET))
+        await asyncio.wait({late}, timeout=1)
+        assert not late.done(), "callers use all connections"
+        assert [await probe(path) for path in (FRONT_HEALTH, FLEET_HEALTH, FLEET, "/generate")] == [200, 200, 404, 404]
+        writers.pop().close()
+        assert await late == 200
+
+
+async def test_one_client_cannot_use_up_all_connections(tmp_path: Path) -> None:
+    async with small_front(tmp_path) as (port, probe), unfinished_bodies(port, {"127.0.0.2": 2 * CONNECTIONS}):
+        assert [await get(port, FLEET) for _ in range(5)] == [200] * 5
+        assert await probe(FRONT_HEALTH) == 200
 
 
 async def test_a_body_that_never_ends_reaches_no_process(tmp_path: Path) -> None:
     coordinator, port = Part("coordinator", free_port()), free_port()
     await coordinator.start()
-    params = FrontParams(Address("127.0.0.1", port), Address("127.0.0.1", 9), Address("127.0.0.1", coordinator.port))
+    unused = Address("127.0.0.1", 9)
+    params = FrontParams(Address("127.0.0.1", port), unused, Address("127.0.0.1", coordinator.port), unused)
     (tmp_path / "front.cfg").write_text(front_config(params).replace("wait-for-body time 60s", "wait-for-body time 1s"))
     haproxy = await asyncio.create_subprocess_exec(find_haproxy() or "haproxy", "-db", "-f", str(tmp_path / "front.cfg"))
     try:
@@ -178,9 +215,9 @@ async def test_generation_goes_to_smg_and_other_calls_go_to_the_coordinator(fron
         assert (await front.ask(path))[1]["from"] == "coordinator"
 
 
-async def test_path_unknown_to_smg_goes_to_the_coordinator(front: Front) -> None:
+async def test_path_unknown_to_smg_goes_to_the_batch_server(front: Front) -> None:
     for path in DIRECT_PATHS:
-        assert (await front.ask(path, '{"text": "a", "session_id": "s"}'))[1] == {"from": "coordinator", "path": path, "session": "s"}
+        assert (await front.ask(path, '{"text": "a", "session_id": "s"}'))[1] == {"from": "batches", "path": path, "session": "s"}
 
 
 async def test_without_engines_clients_get_retry_after(front: Front) -> None:
@@ -196,12 +233,12 @@ async def test_without_engines_clients_get_retry_after(front: Front) -> None:
     assert (await front.ask("/v1/chat/completions", '{"model": "unknown"}'))[0] == 404
 
 
-async def test_coordinator_answers_while_the_spec_pauses_the_fleet(front: Front) -> None:
+async def test_batch_server_answers_while_the_spec_pauses_the_fleet(front: Front) -> None:
     async def asked() -> object:
         return (await front.ask("/generate"))[1].get("from")
 
     async def held() -> bool:
-        return await asked() == "coordinator"
+        return await asked() == "batches"
 
     async def let_go() -> bool:
         return await asked() == "smg"
@@ -209,7 +246,7 @@ async def test_coordinator_answers_while_the_spec_pauses_the_fleet(front: Front)
     front.coordinator.held = True
     await until(held, 10, "the front has seen it")
     for path in ("/v1/chat/completions", "/v1/completions"):
-        assert (await front.ask(path))[1]["from"] == "coordinator"
+        assert (await front.ask(path))[1]["from"] == "batches"
     front.coordinator.held = False
     await until(let_go, 10, "the front has seen it")
     front.coordinator.held = True
@@ -248,9 +285,21 @@ async def test_generation_continues_without_a_coordinator(front: Front) -> None:
     await front.coordinator.stop()
     control = asyncio.create_task(front.ask("/pause_generation"))
     assert (await front.ask("/generate"))[0] == 200
+    assert (await front.ask("/generate", '{"text": ["a"]}'))[1]["from"] == "batches"
     status, body, retry = await control
     assert (status, retry) == (503, "1")
     assert "coordinator does not answer" in str(body)
+
+
+async def test_control_calls_continue_without_a_batch_server(front: Front) -> None:
+    await front.batches.stop()
+    waiting = asyncio.create_task(front.ask("/generate", '{"text": ["a"]}'))
+    assert (await front.ask("/fleet/lease"))[1]["from"] == "coordinator"
+    assert (await front.ask("/generate"))[1]["from"] == "smg"
+    await asyncio.sleep(1.5)
+    assert not waiting.done()
+    await front.batches.start()
+    assert (await waiting)[1]["from"] == "batches"
 
 
 async def test_front_health_needs_no_other_process(front: Front) -> None:

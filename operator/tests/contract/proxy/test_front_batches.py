@@ -1,4 +1,4 @@
-"""The front, a real haproxy, sends bodies that smg would refuse or change to the coordinator."""
+"""The front, a real haproxy, sends bodies that smg would refuse or change to the batch server."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TO_SMG: list[tuple[str, Any]] = [
     (GENERATE, {"text": "a", "lora_path": "math"}),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": LONG, "detail": "low"}}]}]}),
 ]
-TO_COORDINATOR: list[tuple[str, Any]] = [
+TO_BATCHES: list[tuple[str, Any]] = [
     (GENERATE, {"text": ["a", "b"]}),
     (GENERATE, {"text": []}),
     (GENERATE, {"sampling_params": [{}, {}], "text": ["a", "b"]}),
@@ -43,7 +43,7 @@ TO_COORDINATOR: list[tuple[str, Any]] = [
     (GENERATE, {"input_ids": [list(range(60_000)), [2]]}),
     (GENERATE, {"input_embeds": [[[0.5]], [[0.5]]]}),
     (GENERATE, {"image_data": LONG, "text": ["a"]}),
-    (GENERATE, {"image_data": LONG, "text": "a"}),  # cannot be seen: the coordinator passes it on
+    (GENERATE, {"image_data": LONG, "text": "a"}),  # cannot be seen: the batch server passes it on
     (COMPLETIONS, {"model": "m", "prompt": [1, 2]}),
     (COMPLETIONS, {"model": "m", "prompt": [[1], [2]]}),
     (GENERATE, {"input_ids": list(range(4000)), "sampling_params": {"logit_bias": {"7": 1}}}),
@@ -73,10 +73,10 @@ async def test_one_prompt_goes_to_smg(front: Front, path: str, body: Any) -> Non
         assert await whereto(front, path, text) == "smg"
 
 
-@pytest.mark.parametrize(("path", "body"), TO_COORDINATOR, ids=range(len(TO_COORDINATOR)))
-async def test_request_that_smg_would_refuse_goes_to_the_coordinator(front: Front, path: str, body: Any) -> None:  # noqa: F811
+@pytest.mark.parametrize(("path", "body"), TO_BATCHES, ids=range(len(TO_BATCHES)))
+async def test_request_that_smg_would_refuse_goes_to_the_batch_server(front: Front, path: str, body: Any) -> None:  # noqa: F811
     for text in (json.dumps(body), json.dumps(body, indent=2), json.dumps(body, separators=(",", ":"))):
-        assert await whereto(front, path, text) == "coordinator"
+        assert await whereto(front, path, text) == "batches"
 
 
 async def test_front_waits_for_a_body_until_it_sees_the_prompt(front: Front) -> None:  # noqa: F811
@@ -90,7 +90,7 @@ async def test_front_waits_for_a_body_until_it_sees_the_prompt(front: Front) -> 
         released.set()
 
     for parts, expected in (
-        ((b'{"te', b'xt": ', b'["a"]}'), "coordinator"),
+        ((b'{"te', b'xt": ', b'["a"]}'), "batches"),
         ((b'{"te', b'xt": ', b'"a"}'), "smg"),
         ((b'{"text": "' + LONG.encode(), LONG.encode(), b'"}'), "smg"),
     ):

@@ -14,6 +14,7 @@ from yarl import URL
 
 from sglang_rollout.sglang.api import GENERATING_PATHS
 from sglang_rollout.wire.ports import AGENT_HEALTH
+from tests.contract.proxy.test_front import unfinished_bodies
 from tests.contract.support.agent_pod import BASE_WIRE, Pod, run_pod, until
 from tests.contract.support.stub_engine import StubEngine
 from tests.support.ports import free_port
@@ -127,12 +128,22 @@ async def test_flood_of_requests_does_not_lock_out_the_agent(stub: StubEngine, t
                     await reply.read()
                     return reply.status
 
-            flood = [asyncio.create_task(one()) for _ in range(60)]
+            flood = [asyncio.create_task(one()) for _ in range(52)]
             await asyncio.sleep(1)
             assert (await asyncio.wait_for(pod.ask("GET", AGENT_HEALTH), 2)).status == 200
             statuses = await asyncio.gather(*flood)
         assert statuses.count(200) == 48
-        assert statuses.count(503) == 12
+        assert statuses.count(503) == 4
+
+
+async def test_one_client_cannot_use_up_all_connections(stub: StubEngine, tmp_path: Path) -> None:
+    async with run_pod(tmp_path, stub.url, start=False) as pod:
+        pod.gate.args += ["--maxconn", "64"]
+        await pod.start()
+        await until(pod.agent_answers, 10, "the agent answers")
+        async with unfinished_bodies(pod.gate_port, {"127.0.0.2": 128}):
+            for _ in range(5):
+                assert (await asyncio.wait_for(pod.ask("GET", AGENT_HEALTH), 5)).status == 200
 
 
 @pytest.mark.parametrize("files", [256, 20000])

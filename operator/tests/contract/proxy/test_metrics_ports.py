@@ -20,6 +20,7 @@ SAMPLES = {
     "coordinator": "sglang_rollout_coordinator_serving",
     "smg": "smg_http_requests_total",
     "front": "haproxy_frontend_http_requests_total",
+    "batches": "sglang_rollout_batches_memory_bytes",
 }
 """By process, a sample that a dashboard shows."""
 
@@ -37,7 +38,7 @@ def test_every_process_of_every_pod_is_scraped(urls: Urls) -> None:
         reply = requests.get(url_of(target), timeout=30)
         names = {sample.name for family in text_string_to_metric_families(reply.text) for sample in family.samples}
         found[target["labels"]["pod"], target["labels"]["container"]] = (reply.status_code, SAMPLES[target["labels"]["container"]] in names)
-    assert len(found) == 3 + 3 * len(urls.engines)
+    assert len(found) == 4 + 3 * len(urls.engines)
     assert set(found.values()) == {(200, True)}, found
 
 

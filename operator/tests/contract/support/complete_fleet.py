@@ -1,4 +1,4 @@
-"""A complete fleet without Kubernetes over running SGLang servers: gates, agents, smg, front and coordinator, in any mode."""
+"""A complete fleet without Kubernetes over running SGLang servers: gates, agents, smg, front, coordinator and batch server, in any mode."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ async def complete_fleet(
     folder: Path, servers: Sequence[str], mode: FleetMode | None = None, policy: str = "RoundRobin"
 ) -> AsyncIterator[CompleteFleet]:
     """Run all parts except the servers for the length of the block. The coordinator knows its engines when the block begins."""
-    smg, metrics, listen, own = (f"127.0.0.1:{free_port()}" for _ in range(4))
+    smg, metrics, listen, own, batches = (f"127.0.0.1:{free_port()}" for _ in range(5))
     url = f"http://{listen}"
     async with AsyncExitStack() as stack:
         pods = []
@@ -82,11 +82,13 @@ async def complete_fleet(
             await one.start()
             pods.append(one)
         runtime = folder / "front"
+        front = ["--listen", listen, "--smg", smg, "--coordinator", own, "--batches", batches, "--runtime-dir", str(runtime)]
         for name, line in {
-            "smg": ["--listen", smg, "--metrics-listen", metrics, "--policy", policy],
-            "front": ["--listen", listen, "--smg", smg, "--coordinator", own, "--runtime-dir", str(runtime)],
+            "smg": ["proxy", "smg", "--listen", smg, "--metrics-listen", metrics, "--policy", policy],
+            "batches": ["batches", "--listen", batches, "--smg-url", f"http://{smg}", "--coordinator-url", f"http://{own}"],
+            "front": ["proxy", "front", *front],
         }.items():
-            process = Process(["proxy", name, *line], folder / f"{name}.log")
+            process = Process(line, folder / f"{name}.log")
             await process.start()
             stack.push_async_callback(process.end)
         wanted = [WantedEngine(name=made.name, tensor_size=1, url=made.url) for made in pods]

@@ -1,4 +1,4 @@
-"""The real coordinator with simulated agents behind real HTTP, a fake smg, and files for its state."""
+"""The real coordinator and batch server with simulated agents behind real HTTP, a fake smg, and files for the state."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ from aiohttp import web
 
 from sglang_rollout.api.intent import Intent, WantedEngine
 from sglang_rollout.api.weights_spec import Deadlines, Weights
+from sglang_rollout.batches import main as batches
+from sglang_rollout.batches.memory import DEFAULT_LIMIT_BYTES
 from sglang_rollout.coordinator.main import Options, serve
+from sglang_rollout.proxy.address import Address
 from sglang_rollout.sglang.api import DATA_PATHS
-from sglang_rollout.wire.ports import AGENT_CHECKPOINT, AGENT_PREFLIGHT, TERM_HEADER
+from sglang_rollout.wire.ports import AGENT_CHECKPOINT, AGENT_PREFLIGHT, BATCHES_METRICS, TERM_HEADER
 from sglang_rollout.wire.reasons import RefusalCode
 from sglang_rollout.wire.states import FleetMode
 from tests.properties.support.simulated_agent import SimulatedAgent
@@ -170,7 +173,7 @@ class FakeSmg:
 
 @dataclass
 class Lab:
-    """A coordinator, its agents and smg, with the calls of a trainer."""
+    """A coordinator, a batch server, agents and smg, with the calls of a trainer."""
 
     folder: Path
     agents: list[HttpAgent]
@@ -182,11 +185,17 @@ class Lab:
     policy: dict[str, Any] = field(default_factory=dict)
     """Further fields of ``spec.weights``."""
     coordinator: asyncio.Task[None] | None = None
+    batches: asyncio.Task[None] | None = None
+    batches_port: int = field(default_factory=free_port)
     generation: int = 0
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
+
+    def url_of(self, path: str) -> str:
+        """Return the URL of a path, as the front selects the process."""
+        return (f"http://127.0.0.1:{self.batches_port}" if path in DATA_PATHS else self.url) + path
 
     @property
     def record(self) -> Path:
@@ -211,10 +220,26 @@ class Lab:
         )  # fmt: skip
         self.coordinator = asyncio.create_task(serve(options, TOKEN))
 
+    async def start_batches(self, memory: int = DEFAULT_LIMIT_BYTES) -> None:
+        address = Address("127.0.0.1", self.batches_port)
+        options = batches.Options(address, f"http://127.0.0.1:{self.smg.port}", self.url, memory, shutdown_seconds=0.1)
+        self.batches = asyncio.create_task(batches.serve(options))
+
+        async def are_up() -> bool:
+            return bool(await self.metrics_of_batches())
+
+        await self.until("the batch server answers", are_up)
+
     async def kill(self) -> None:
+        """End the coordinator."""
         if self.coordinator is not None:
             self.coordinator.cancel()
             await asyncio.gather(self.coordinator, return_exceptions=True)
+
+    async def end_batches(self) -> None:
+        if self.batches is not None:
+            self.batches.cancel()
+            await asyncio.gather(self.batches, return_exceptions=True)
 
     async def call(
         self, method: str, path: str, body: Any = None, data: bytes | None = None, headers: dict[str, str] | None = None
@@ -223,7 +248,7 @@ class Lab:
         payload: dict[str, Any] = {"json": body} if body is not None else {"headers": headers}
         if data is not None:
             payload = {"data": data, "headers": {"Content-Type": "application/json"} | (headers or {})}
-        async with self.session.request(method, self.url + path, **payload) as reply:
+        async with self.session.request(method, self.url_of(path), **payload) as reply:
             text = await reply.text()
             try:
                 return reply.status, reply.reason or "", json.loads(text)
@@ -235,6 +260,10 @@ class Lab:
 
     async def get(self, path: str) -> tuple[int, str, Any]:
         return await self.call("GET", path)
+
+    async def metrics_of_batches(self) -> str:
+        async with self.session.get(f"http://127.0.0.1:{self.batches_port}{BATCHES_METRICS}") as reply:
+            return await reply.text()
 
     async def document(self) -> dict[str, Any]:
         status, _, body = await self.get("/fleet")
@@ -284,6 +313,8 @@ async def fleet_lab(
         lab.write_intent()
         lab.start()
         stack.push_async_callback(lab.kill)
+        stack.push_async_callback(lab.end_batches)
+        await lab.start_batches()
         if mode is None:
             await lab.serving(engines)
         yield lab

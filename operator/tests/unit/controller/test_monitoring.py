@@ -39,7 +39,10 @@ def named_ports(pod: dict[str, Any]) -> Iterator[str]:
     ("component", "processes"),
     [
         ("engine", {ports.METRICS: "engine", ports.METRICS_AGENT: "agent", ports.METRICS_GATE: "gate"}),
-        ("router", {ports.METRICS: "coordinator", ports.METRICS_SMG: "smg", ports.METRICS_FRONT: "front"}),
+        (
+            "router",
+            {ports.METRICS: "coordinator", ports.METRICS_SMG: "smg", ports.METRICS_FRONT: "front", ports.METRICS_BATCHES: "batches"},
+        ),
     ],
 )
 def test_the_monitor_of_a_component_selects_its_pods_and_every_process(component: str, processes: dict[str, str]) -> None:

@@ -13,7 +13,6 @@ import pytest
 
 from sglang_rollout.api.intent import Intent
 from sglang_rollout.coordinator import record as store
-from sglang_rollout.coordinator.generate.smg import plan_changes
 from sglang_rollout.coordinator.leadership import DeposedError, take_over
 from sglang_rollout.coordinator.record import (
     RECORD_KEY,
@@ -23,6 +22,7 @@ from sglang_rollout.coordinator.record import (
     RecordWriter,
     StoreError,
 )
+from sglang_rollout.coordinator.smg import plan_changes
 from sglang_rollout.coordinator.wanted_engines import FileIntent, addresses_by_hostname, gate_url
 from sglang_rollout.kube.errors import ApiUnavailable, Conflict, NotFound
 from sglang_rollout.wire.record import Record

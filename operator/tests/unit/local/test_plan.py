@@ -15,7 +15,7 @@ PLAN = Plan(
     engines=ENGINES,
     weights=Weights(backend="gloo"),
     policy="RoundRobin",
-    ports=tuple(range(24001, 24011)),
+    ports=tuple(range(24001, 24012)),
 )
 FOLDERS = Folders(state=Path("/s"), runtime=Path("/r"))
 
@@ -24,9 +24,9 @@ def test_each_engine_has_a_gate_and_an_agent_and_the_front_is_last() -> None:
     children = PLAN.children(FOLDERS)
     assert [child.name for child in children] == [
         *("local-engine-0-gate", "local-engine-0-agent", "local-engine-1-gate", "local-engine-1-agent"),
-        *("smg", "coordinator", "front"),
+        *("smg", "coordinator", "batches", "front"),
     ]
-    assert count_ports(2) == 10 == len(PLAN.ports)
+    assert count_ports(2) == 11 == len(PLAN.ports)
     agent = children[3].command
     assert agent[agent.index("--tensor-size") + 1] == "2"
     assert agent[agent.index("--engine-url") + 1] == "http://127.0.0.1:1002"
@@ -39,8 +39,8 @@ def test_each_engine_has_a_gate_and_an_agent_and_the_front_is_last() -> None:
 def test_the_intent_names_the_gates() -> None:
     intent = PLAN.intent()
     assert [(engine.name, engine.tensor_size, engine.url) for engine in intent.engines] == [
-        ("local-engine-0", None, "http://127.0.0.1:24005"),
-        ("local-engine-1", 2, "http://127.0.0.1:24008"),
+        ("local-engine-0", None, "http://127.0.0.1:24006"),
+        ("local-engine-1", 2, "http://127.0.0.1:24009"),
     ]
     assert intent.weights.backend == "gloo"
 

@@ -167,7 +167,7 @@ def test_it_runs_without_engines_and_ends_on_sigterm(fleet: tuple[subprocess.Pop
         urllib.request.urlopen(asked, timeout=5)
     assert failed.value.headers["Retry-After"] == "1"
     started = children(process.pid)
-    assert len(started) == 5, started
+    assert len(started) == 6, started
     victim = next(pid for pid, line in started.items() if " agent " in line)
     os.kill(victim, signal.SIGKILL)
     until(lambda: any(" agent " in line for line in children(process.pid).values()), 10, "the agent is started again")
@@ -215,7 +215,7 @@ def document(url: str) -> dict[str, Any]:
 def test_killing_the_supervisor_ends_its_children(fleet: tuple[subprocess.Popen[bytes], str]) -> None:
     process, url = fleet
     started = children(process.pid)
-    assert len(started) == 5, started
+    assert len(started) == 6, started
     process.kill()
     assert process.wait(5) == -signal.SIGKILL
     until(lambda: not [pid for pid in started if alive(pid)], 10, "no child is left")

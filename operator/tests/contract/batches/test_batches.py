@@ -1,4 +1,4 @@
-"""The coordinator splits batches for a scripted smg, joins and cancels them, and forwards other bodies unchanged."""
+"""The batch server splits batches for a scripted smg, joins and cancels them, and forwards other bodies unchanged."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from sglang_rollout.coordinator.generate import routes as routes_data
-from sglang_rollout.coordinator.generate import smg
+from sglang_rollout.batches import client, routes
 from sglang_rollout.wire.ports import VERSION_HEADER
 from tests.contract.support.coordinator_process import Lab, fleet_lab
 
@@ -82,7 +81,7 @@ def script() -> Script:
 
 @pytest.fixture
 async def lab(tmp_path: Path, script: Script, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Lab]:
-    monkeypatch.setattr(smg, "MAX_CONNECTIONS", 8)
+    monkeypatch.setattr(client, "MAX_CONNECTIONS", 8)
     async with fleet_lab(tmp_path) as made:
         made.smg.answer_tokens = script
         yield made
@@ -90,7 +89,7 @@ async def lab(tmp_path: Path, script: Script, monkeypatch: pytest.MonkeyPatch) -
 
 async def stream(lab: Lab, body: dict[str, Any]) -> tuple[int, list[Any]]:
     """Return status and events. A complete stream ends with ``DONE``."""
-    async with lab.session.post(f"{lab.url}/generate", json={**body, "stream": True}) as reply:
+    async with lab.session.post(lab.url_of("/generate"), json={**body, "stream": True}) as reply:
         lines = (await reply.text()).splitlines()
         data = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
         return reply.status, [json.loads(line) if line != "[DONE]" else "DONE" for line in data]
@@ -114,12 +113,12 @@ async def test_samples_of_one_prompt_stay_together(lab: Lab) -> None:
 
 async def test_headers_reach_every_request_and_the_versions_come_back(lab: Lab, script: Script) -> None:
     sent = {"Authorization": "Bearer x", "X-SMG-Routing-Key": "k", "Accept-Encoding": "gzip"}
-    async with lab.session.post(f"{lab.url}/generate", json={"text": ["a", "b"]}, headers=sent) as reply:
+    async with lab.session.post(lab.url_of("/generate"), json={"text": ["a", "b"]}, headers=sent) as reply:
         assert reply.headers[VERSION_HEADER] == "7"
         await reply.read()
     assert [(headers["authorization"], headers["x-smg-routing-key"]) for headers in script.headers] == [("Bearer x", "k")] * 2
     assert {headers["accept-encoding"] for headers in script.headers} == {"identity"}
-    async with lab.session.post(f"{lab.url}/generate", json={"text": ["version 8", "a", "version 8"]}) as reply:
+    async with lab.session.post(lab.url_of("/generate"), json={"text": ["version 8", "a", "version 8"]}) as reply:
         assert reply.headers[VERSION_HEADER] == "8, 7"
 
 
@@ -185,7 +184,7 @@ async def test_other_bodies_are_forwarded_unchanged(lab: Lab, script: Script) ->
 
     lab.smg.answer_tokens = raw
     for data in (b'{"text" : "one"}', b"no json", b"[1]"):
-        async with lab.session.post(f"{lab.url}/generate", data=data) as reply:
+        async with lab.session.post(lab.url_of("/generate"), data=data) as reply:
             assert (reply.status, await reply.read(), reply.headers["X-Kept"]) == (418, b"as it is", "yes")
         assert seen[-1] == data
     lab.smg.answer_tokens = script
@@ -197,10 +196,54 @@ async def test_a_batch_may_be_larger_than_a_control_call(lab: Lab, monkeypatch: 
     big = "x" * (9 * 2**20)
     status, _, found = await lab.post("/generate", {"text": ["a", big]})
     assert (status, len(found[1]["text"])) == (200, len(big) + 2)
-    monkeypatch.setattr(routes_data, "MAX_BODY_BYTES", 2**20)
+    monkeypatch.setattr(routes, "MAX_BODY_BYTES", 2**20)
     status, _, body = await lab.post("/generate", {"text": ["a", big]})
     assert (status, "split it" in body["error"]["message"]) == (413, True)
     assert (await lab.post("/begin_weight_update", {"x": big}))[0] == 413
+
+
+async def test_a_limited_number_of_prompts_of_a_batch_runs_at_a_time(lab: Lab, script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes, "MAX_RUNNING_PROMPTS", 3)
+    for extra in ({}, {"stream": True}):
+        status, _, found = await lab.post("/generate", {"text": ["sleep 0.02"] * 20, **extra})
+        assert (status, len(found) > 0) == (200, True)
+    assert script.most == 3
+
+
+async def test_bodies_beyond_the_budget_are_refused_for_now(lab: Lab, script: Script) -> None:
+    await lab.end_batches()
+    await lab.start_batches(memory=8 * 2**20)
+    large = "x" * 2**20
+    running = asyncio.create_task(lab.post("/generate", {"text": ["sleep 30"], "padding": large}))
+    await lab.until("the first batch runs", lambda: _is(lambda: script.running == 1))
+    async with lab.session.post(lab.url_of("/generate"), json={"text": ["a"], "padding": large}) as reply:
+        assert (reply.status, reply.headers["Retry-After"]) == (503, "1")
+        assert "take all memory of the batch server" in (await reply.json())["error"]["message"]
+    assert (await lab.post("/generate", {"text": ["a", "b"]}))[0] == 200, "small batches still fit"
+    metrics = await lab.metrics_of_batches()
+    assert "sglang_rollout_batches_refused_total 1.0" in metrics
+    assert "sglang_rollout_batches_memory_bytes 0.0" not in metrics
+    running.cancel()
+    await lab.until("the first batch is cancelled", lambda: _is(lambda: script.running == 0))
+    assert (await lab.post("/generate", {"text": ["a", large]}))[0] == 200
+    status, _, body = await lab.post("/generate", {"text": ["a"], "other": [{}] * 2**14})
+    assert (status, "split the batch" in body["error"]["message"]) == (413, True)
+    assert "sglang_rollout_batches_memory_bytes 0.0" in await lab.metrics_of_batches()
+
+
+async def test_answers_beyond_the_budget_end_the_batch(lab: Lab) -> None:
+    await lab.end_batches()
+    await lab.start_batches(memory=8 * 2**20)
+    status, _, body = await lab.post("/generate", {"text": ["x" * 1_450_000]})
+    assert (status, "take all memory" in body["error"]["message"]) == (503, True)
+
+
+async def test_a_batch_continues_while_the_coordinator_is_away(lab: Lab) -> None:
+    running = asyncio.create_task(lab.post("/generate", {"text": ["sleep 1", "a"]}))
+    await asyncio.sleep(0.2)
+    await lab.kill()
+    assert (await running)[0] == 200
+    assert (await lab.post("/generate", {"text": ["a", "b"]}))[0] == 200
 
 
 async def test_a_batch_waits_while_smg_restarts_or_has_no_engines(lab: Lab, script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,7 +253,7 @@ async def test_a_batch_waits_while_smg_restarts_or_has_no_engines(lab: Lab, scri
     assert not asking.done()
     lab.smg.answer_tokens = script
     assert (await asking)[0] == 200
-    monkeypatch.setattr(routes_data, "NO_WORKERS_SECONDS", 0.3)
+    monkeypatch.setattr(routes, "NO_WORKERS_SECONDS", 0.3)
     lab.smg.answer_tokens = None
     for body in ({"text": ["a"]}, {"text": ["a"], "stream": True}, {"text": "a"}):
         status, _, answer = await lab.post("/generate", body)
@@ -262,7 +305,7 @@ async def test_a_request_with_fields_that_smg_drops_goes_to_an_engine(lab: Lab, 
     async def rounds(session: str) -> set[str]:
         del seen[:]
         for _ in range(4):
-            async with lab.session.post(f"{lab.url}/generate", json=biased, headers={"x-session-id": session}) as reply:
+            async with lab.session.post(lab.url_of("/generate"), json=biased, headers={"x-session-id": session}) as reply:
                 assert (reply.status, (await reply.json())["asked"]) == (200, biased)
         return set(seen)
 

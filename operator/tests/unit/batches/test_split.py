@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_rollout.coordinator.generate.batches import Batch, BatchError, add_index, encode, join, split
+from sglang_rollout.batches.split import BatchError, add_index, encode, join, split
 
 
 def items(**body: Any) -> list[dict[str, Any]]:
     batch = split(body)
     assert batch is not None
-    return list(batch.items)
+    return [batch.item(index) for index in range(batch.size)]
 
 
 KEYS = st.text(max_size=3)
@@ -73,7 +73,7 @@ def batched(requests: list[dict[str, Any]]) -> dict[str, Any]:
 def test_a_batch_is_split_into_its_requests(requests: list[dict[str, Any]]) -> None:
     batch = split(batched(requests))
     assert batch is not None
-    assert [{key: value for key, value in item.items() if value is not None} for item in batch.items] == [
+    assert [{key: value for key, value in item.items() if value is not None} for item in map(batch.item, range(batch.size))] == [
         {key: value for key, value in request.items() if value is not None} for request in requests
     ]
     assert batch.stream == bool(requests[0].get("stream"))
@@ -127,7 +127,7 @@ def test_bootstrap_rooms_are_numbered() -> None:
 
 
 def test_an_empty_batch_has_no_items() -> None:
-    assert split({"text": []}) == Batch((), 1, stream=False)
+    assert items(text=[]) == []
     assert join([]) == b"[]"
 
 

@@ -12,6 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
+MAX_PROMPTS = 2**18
+"""Largest number of prompts of a batch."""
+
 Item = dict[str, Any]
 
 _PER_ITEM = ("lora_path", "lora_id", "video_data", "audio_data", "positional_embed_overrides")
@@ -38,13 +41,33 @@ class BatchError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
-    """A batch as single requests in order."""
+class _Same:
+    """One value for all prompts."""
 
-    items: tuple[Item, ...]
+    value: Any
+
+
+Column = Sequence[Any] | _Same
+"""A field of a batch: a value for each prompt, or one for all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A batch, whose single requests are made only when they are sent."""
+
+    size: int
+    """Number of prompts."""
     samples: int
     """Completions of each prompt (``n``)."""
     stream: bool
+    common: Mapping[str, Any]
+    """Fields that are the same for all prompts."""
+    columns: Mapping[str, Sequence[Any]]
+    """Fields with a value for each prompt."""
+
+    def item(self, index: int) -> Item:
+        """Return the request of one prompt."""
+        return {**self.common, **{key: column[index] for key, column in self.columns.items() if column[index] is not None}}
 
 
 def split(body: Mapping[str, Any]) -> Batch | None:
@@ -53,9 +76,11 @@ def split(body: Mapping[str, Any]) -> Batch | None:
     if prompts is None:
         return None
     size = len(next(iter(prompts.values())))
+    if size > MAX_PROMPTS:
+        raise BatchError(f"A batch may have at most {MAX_PROMPTS} prompts, and this one has {size}: split it.")
     sampling = _sampling(body.get("sampling_params"), size)
     samples = _samples(sampling)
-    columns: dict[str, Sequence[Any]] = {**prompts, "sampling_params": sampling, "rid": _rids(body.get("rid"), size)}
+    columns: dict[str, Column] = {**prompts, "sampling_params": sampling, "rid": _rids(body.get("rid"), size)}
     for key in _PER_ITEM + _PLACEMENT:
         columns[key] = _column(body, key, size)
     for key in _COUNTED:
@@ -67,16 +92,16 @@ def split(body: Mapping[str, Any]) -> Batch | None:
     columns["token_ids_logprob"] = _token_ids(body.get("token_ids_logprob"), size, samples)
     columns["image_data"] = _images(body.get("image_data"), size)
     for key in _HASHES:
-        columns[key] = [
-            _as_list(value) for value in _column(body, key, size, length_error=f"The length of {key} should equal the batch size")
-        ]
+        column = _column(body, key, size, length_error=f"The length of {key} should equal the batch size")
+        columns[key] = _Same(_as_list(column.value)) if isinstance(column, _Same) else [_as_list(value) for value in column]
     for key in _NESTED:
         columns[key] = _column(body, key, size, takes=_is_nested)
     room = body.get("bootstrap_room")
     columns["bootstrap_room"] = [room + i for i in range(size)] if isinstance(room, int) else _column(body, "bootstrap_room", size)
     common = {key: value for key, value in body.items() if key not in columns and key not in _OMITTED}
-    items = tuple(common | {key: column[i] for key, column in columns.items() if column[i] is not None} for i in range(size))
-    return Batch(items, samples, bool(body.get("stream")))
+    common |= {key: column.value for key, column in columns.items() if isinstance(column, _Same) and column.value is not None}
+    varying = {key: column for key, column in columns.items() if not isinstance(column, _Same)}
+    return Batch(size, samples, bool(body.get("stream")), common, varying)
 
 
 def join(answers: Sequence[bytes]) -> bytes:
@@ -133,32 +158,34 @@ def _column(
     *,
     length_error: str | None = None,
     takes: Callable[[Any], TypeGuard[list[Any]]] = _is_list,
-) -> Sequence[Any]:
+) -> Column:
     value = body.get(key)
     if not takes(value):
-        return [value] * size
+        return _Same(value)
     if len(value) < size or (length_error and len(value) != size):
         raise BatchError(length_error or f"{key} has {len(value)} entries for {size} prompts.")
-    return list(value)
+    return value
 
 
-def _sampling(value: Any, size: int) -> Sequence[Any]:
+def _sampling(value: Any, size: int) -> Column:
     if isinstance(value, list) and len(value) != size:
         raise BatchError(f"sampling_params has {len(value)} entries for {size} prompts.")
-    return value if isinstance(value, list) else [value] * size
+    return value if isinstance(value, list) else _Same(value)
 
 
-def _samples(sampling: Sequence[Any]) -> int:
-    counts = [params.get("n", 1) if isinstance(params, Mapping) else 1 for params in sampling]
+def _samples(sampling: Column) -> int:
+    """Return the number of completions of each prompt. Raises BatchError if it differs."""
+    values = [sampling.value] if isinstance(sampling, _Same) else sampling
+    counts = [params.get("n", 1) if isinstance(params, Mapping) else 1 for params in values]
     if any(count != counts[0] for count in counts):
         raise BatchError("The parallel_sample_num should be the same for all samples in sample params.")
     count = next(iter(counts), 1)
     return count if isinstance(count, int) and count > 1 else 1
 
 
-def _rids(value: Any, size: int) -> Sequence[Any]:
+def _rids(value: Any, size: int) -> Column:
     if value is None:
-        return [None] * size
+        return _Same(None)
     if isinstance(value, str):
         return [f"{value}_{i}" for i in range(size)]
     if not isinstance(value, list):
@@ -171,22 +198,22 @@ def _rids(value: Any, size: int) -> Sequence[Any]:
     return value
 
 
-def _token_ids(value: Any, size: int, samples: int) -> Sequence[Any]:
+def _token_ids(value: Any, size: int, samples: int) -> Column:
     if not value:
-        return [None] * size
+        return _Same(None)
     if not _is_nested(value):
-        return [value if isinstance(value, list) else [value]] * size
+        return _Same(_as_list(value))
     if samples > 1:
         raise BatchError("Cannot use list token_ids_logprob with parallel_sample_num > 1")
     return _column({"token_ids_logprob": value}, "token_ids_logprob", size)
 
 
-def _images(value: Any, size: int) -> Sequence[Any]:
+def _images(value: Any, size: int) -> Column:
     if not isinstance(value, list):
-        return [value] * size
+        return _Same(value)
     if value and len(value) != size:
         raise BatchError("The length of image_data should be equal to the batch size.")
-    return [None if images == [None] else images for images in value] or [None] * size
+    return [None if images == [None] else images for images in value] or _Same(None)
 
 
 def _as_list(value: Any) -> Any:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import aiohttp
 from aiohttp import web
 
-from sglang_rollout.coordinator.generate.batches import Batch, Item, add_index
-from sglang_rollout.coordinator.generate.smg import ConnectionLostError
+from sglang_rollout.batches.client import ConnectionLostError
+from sglang_rollout.batches.split import Batch, Item, add_index
 from sglang_rollout.wire.ports import VERSION_HEADER
 
 _WAITING_EVENTS = 256
-"""Limit of buffered events: a slow reader slows the engines' streams and does not fill the coordinator's memory."""
+"""Limit of buffered events: a slow reader slows the engines' streams and does not fill the memory."""
 _KEEPALIVE_SECONDS = 15.0
 _DONE = b"[DONE]"
 
@@ -27,27 +27,23 @@ Open = Callable[[Item], AbstractAsyncContextManager[aiohttp.ClientResponse]]
 class BatchStream:
     """The streamed answer to one batch. A failure before the first event is raised, so that it gets its own HTTP status."""
 
-    def __init__(self, request: web.Request, batch: Batch, opened: Open) -> None:
+    def __init__(self, request: web.Request, batch: Batch, opened: Open, most_running: int) -> None:
         self._request = request
         self._batch = batch
         self._open = opened
+        self._most_running = most_running
         self._events: asyncio.Queue[bytes | BaseException | None] = asyncio.Queue(_WAITING_EVENTS)
         self._versions: dict[str, None] = {}
         self._answer: web.StreamResponse | None = None
 
     async def run(self) -> web.StreamResponse:
         """Forward events until all items have ended, an item has failed, or the client has disconnected."""
-        tasks = [asyncio.create_task(self._follow(place, item)) for place, item in enumerate(self._batch.items)]
-        try:
-            return await self._write(len(tasks))
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        async with run_bounded(self._batch.size, self._follow, self._most_running):
+            return await self._write(self._batch.size)
 
-    async def _follow(self, place: int, item: Item) -> None:
+    async def _follow(self, place: int) -> None:
         try:
-            async with self._open(item) as reply:
+            async with self._open(self._batch.item(place)) as reply:
                 version = reply.headers.get(VERSION_HEADER)
                 if version:
                     self._versions[version] = None
@@ -108,6 +104,29 @@ class BatchStream:
             raise RuntimeError("nothing was sent")
         await self._answer.write_eof()
         return self._answer
+
+
+@asynccontextmanager
+async def run_bounded(
+    number: int, run: Callable[[int], Coroutine[Any, Any, None]], most_running: int
+) -> AsyncIterator[list[asyncio.Task[None]]]:
+    """Call ``run`` with 0 to ``number`` - 1, at most ``most_running`` at a time, and yield the tasks.
+
+    They are cancelled at the end of the block, so that a batch ends when its client has gone.
+    """
+    places = iter(range(number))
+
+    async def work() -> None:
+        for place in places:  # all tasks share the iterator
+            await run(place)
+
+    tasks = [asyncio.create_task(work()) for _ in range(min(number, most_running))]
+    try:
+        yield tasks
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def read_events(reply: aiohttp.ClientResponse) -> AsyncIterator[bytes]:

@@ -1,4 +1,4 @@
-"""Routes of the data path: batches, which go to smg one item at a time, and requests that bypass smg and go to an engine.
+"""Routes of the batch server: batches, which go to smg one prompt at a time, and requests that bypass smg and go to an engine.
 
 Embeddings, rewards and scores bypass smg too. Besides these, the front sends only requests here whose prompt is hidden behind a long
 field. Every other request is forwarded to smg unchanged.
@@ -9,25 +9,34 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 from aiohttp import web
 
-from sglang_rollout.coordinator.generate.batches import Batch, BatchError, encode, find_mixed_token_ids, join, split
-from sglang_rollout.coordinator.generate.smg import HOLD_SECONDS, ConnectionLostError, UnreachableError
-from sglang_rollout.coordinator.generate.streams import BatchStream
-from sglang_rollout.coordinator.http import app as http
-from sglang_rollout.coordinator.http.app import PARTS, Handler
-from sglang_rollout.coordinator.update import adapters as lora
+from sglang_rollout.batches.client import HOLD_SECONDS, ConnectionLostError, GenerateClient, UnreachableError
+from sglang_rollout.batches.memory import Budget, ExhaustedError, Share, TooLargeError, objects_bytes
+from sglang_rollout.batches.serving import ServingView
+from sglang_rollout.batches.split import Batch, BatchError, encode, find_mixed_token_ids, join, split
+from sglang_rollout.batches.streams import BatchStream, run_bounded
 from sglang_rollout.sglang.api import CHAT_COMPLETIONS, COMPLETIONS, DIRECT_PATHS, GENERATE
 from sglang_rollout.sglang.smg_limits import should_bypass_smg
 from sglang_rollout.wire.ports import VERSION_HEADER
 
+log = logging.getLogger(__name__)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
 MAX_BODY_BYTES = 64 * 2**20
 """Largest batch; as much as smg buffers of a request for a retry."""
+BODY_SECONDS = 60.0
+"""Longest time until a further part of a body arrives."""
+MAX_RUNNING_PROMPTS = 1024
+"""Prompts of one batch that are sent at a time."""
 _SESSION_HEADERS = ("x-smg-routing-key", "x-session-id")
 """Headers that name a conversation, as smg is configured to read them."""
 _JSON = "application/json"
@@ -45,6 +54,20 @@ NO_ENGINE = (
 )
 
 
+@dataclass(frozen=True)
+class Parts:
+    """Objects that the routes need."""
+
+    client: GenerateClient
+    view: ServingView
+    budget: Budget
+
+
+PARTS = web.AppKey("parts", Parts)
+SHARE = web.RequestKey("share", Share)
+"""The memory that a request has taken."""
+
+
 class ItemError(Exception):
     """An item of a batch failed; the whole batch gets the same answer."""
 
@@ -55,63 +78,91 @@ class ItemError(Exception):
         self.headers = headers
 
 
-def _with_errors(handler: Handler) -> Handler:
-    """Turn the errors of this module into answers in the shape of SGLang's data paths."""
+_STATUSES: dict[type[Exception], int] = {
+    BatchError: 400,
+    TooLargeError: 413,
+    ConnectionLostError: 502,
+    ExhaustedError: 503,
+    UnreachableError: 503,
+}
+
+
+@web.middleware
+async def handle_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Turn errors into answers in the shape of SGLang's data paths."""
+    try:
+        return await handler(request)
+    except ItemError as error:
+        return web.Response(status=error.status, body=error.body, headers=error.headers)
+    except tuple(_STATUSES) as error:
+        return _refuse(_STATUSES[type(error)], str(error))
+    except web.HTTPMethodNotAllowed as error:
+        return _refuse(error.status, f"{request.method} {request.path}: use {' or '.join(sorted(error.allowed_methods - {'HEAD'}))}.")
+    except web.HTTPException as error:
+        return _refuse(error.status, f"{request.path}: {error.reason}.")
+    except Exception:
+        log.exception("%s %s failed", request.method, request.path)
+        return _refuse(500, f"{request.path} failed in the batch server; its log has the reason.")
+
+
+def _while_serving(handler: Handler) -> Handler:
+    """Refuse requests while no engine may generate, and count the memory of the others."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
-        machine = request.app[PARTS].driver.machine
-        if reason := machine.fleet.why_not_generating if machine is not None else "":
+        parts = request.app[PARTS]
+        if reason := (await parts.view.read()).held:
             return _refuse(503, reason)
-        try:
+        with parts.budget.share() as share:
+            request[SHARE] = share
             return await handler(request)
-        except BatchError as error:
-            return _refuse(400, str(error))
-        except ItemError as error:
-            return web.Response(status=error.status, body=error.body, headers=error.headers)
-        except UnreachableError:
-            return _refuse(503, NO_ENGINE)
-        except ConnectionLostError as error:
-            return _refuse(502, str(error))
 
     return handle
 
 
-@_with_errors
+@_while_serving
 async def generate(request: web.Request) -> web.StreamResponse:
     """``POST /generate``: split a batch, forward any other body."""
     data = await _read_body(request)
-    body = _parse(data)
+    body = _parse(request, data)
     batch = split(body) if isinstance(body, dict) else None
     if batch is None:
-        return await _forward_single(request, data, body)
+        bypass = should_bypass_smg(request.path, body)
+        del body
+        return await _forward_single(request, data, bypass=bypass)
+    request[SHARE].set_body(objects_bytes(data))
+    del data, body
     if batch.stream:
-        return await BatchStream(request, batch, lambda item: _send_item(request, item)).run()
+        return await BatchStream(request, batch, lambda item: _send_item(request, item), MAX_RUNNING_PROMPTS).run()
     return await _answer_batch(request, batch)
 
 
-@_with_errors
+@_while_serving
 async def completions(request: web.Request) -> web.StreamResponse:
     """``POST /v1/completions``: smg refuses prompts of token IDs, so they go to an engine."""
-    data, body = _with_adapter(request, await _read_body(request))
+    data, body = await _with_adapter(request, await _read_body(request))
     prompt = body.get("prompt") if isinstance(body, dict) else None
     ids = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], str)
-    return await _forward_single(request, data, body, direct=ids)
+    bypass = ids or should_bypass_smg(request.path, body)
+    del body, prompt
+    return await _forward_single(request, data, bypass=bypass)
 
 
-@_with_errors
+@_while_serving
 async def chat(request: web.Request) -> web.StreamResponse:
     """``POST /v1/chat/completions`` with values that smg refuses, or for a model with an adapter."""
-    data, body = _with_adapter(request, await _read_body(request))
-    return await _forward_single(request, data, body)
+    data, body = await _with_adapter(request, await _read_body(request))
+    bypass = should_bypass_smg(request.path, body)
+    del body
+    return await _forward_single(request, data, bypass=bypass)
 
 
-@_with_errors
+@_while_serving
 async def direct(request: web.Request) -> web.StreamResponse:
     """Embeddings, rewards, scores and the tokenizer: a serving engine answers.
 
     The body is encoded again, so that the gate's filter sees every key and number in its plain form.
     """
-    body = _parse(await _read_body(request))
+    body = _parse(request, await _read_body(request))
     if not isinstance(body, dict):
         return _refuse(400, f"{request.path} needs a JSON object as its body.")
     if problem := find_mixed_token_ids(body):
@@ -120,43 +171,62 @@ async def direct(request: web.Request) -> web.StreamResponse:
         data = encode(body)
     except RecursionError:
         return _refuse(400, f"{request.path}: the body nests too deep.")
-    async with _ask_engine(request, data) as reply:
-        return await _copy_answer(request, reply)
+    del body
+    return await _forward_single(request, data, bypass=True)
 
 
-def _with_adapter(request: web.Request, data: bytes) -> tuple[bytes, Any]:
+async def _with_adapter(request: web.Request, data: bytes) -> tuple[bytes, Any]:
     """Return the body and its JSON, with SGLang's ``model: "name:adapter"`` written as ``model`` and ``lora_path``.
 
     smg knows models by their names alone, and answers 404 if the adapter is not one of the fleet's.
     """
-    body = _parse(data)
+    body = _parse(request, data)
     model = body.get("model") if isinstance(body, dict) else None
     name, _, adapter = model.rpartition(":") if isinstance(model, str) else ("", "", "")
-    if not name or adapter not in lora.wanted_adapters(request.app[PARTS].machine.fleet):
+    if not name or adapter not in await _adapters(request, adapter):
         return data, body
     body = {**body, "model": name, "lora_path": adapter}
     return encode(body), body
 
 
-async def _forward_single(request: web.Request, data: bytes, body: Any, *, direct: bool = False) -> web.StreamResponse:
-    if not direct and not should_bypass_smg(request.path, body):
+async def _adapters(request: web.Request, wanted: str) -> tuple[str, ...]:
+    """Return the names of the fleet's adapters. An unknown name may be newer than the last view, so the view is read again."""
+    view = request.app[PARTS].view
+    known = (await view.read()).adapters
+    return known if wanted in known else (await view.read(max_age=0)).adapters
+
+
+async def _forward_single(request: web.Request, data: bytes, *, bypass: bool) -> web.StreamResponse:
+    """Forward a body to smg, or to an engine if smg would refuse or change it."""
+    request[SHARE].set_body(len(data))
+    if not bypass:
         return await _forward_to_smg(request, data)
     async with _ask_engine(request, data) as reply:
         return await _copy_answer(request, reply)
 
 
-async def _answer_batch(request: web.Request, batch: Batch) -> web.Response:
+async def _answer_batch(request: web.Request, batch: Batch) -> web.StreamResponse:
     """Return all answers in one list. The first failed item cancels the other items."""
-    async with _tasks([_answer_item(request, item) for item in batch.items]) as tasks:
-        answers = await asyncio.gather(*tasks)
-    versions = list(dict.fromkeys(version for _, version in answers if version))
-    headers = {VERSION_HEADER: ", ".join(versions)} if versions else {}
-    return web.Response(body=join([body for body, _ in answers]), content_type=_JSON, headers=headers)
+    answers = [b""] * batch.size
+    versions: list[str | None] = [None] * batch.size
 
+    async def answer(place: int) -> None:
+        async with _send_item(request, batch.item(place)) as reply:
+            answers[place] = await _read_answer(reply)
+            versions[place] = reply.headers.get(VERSION_HEADER)
+        request[SHARE].add_answer(2 * len(answers[place]))  # the list of all answers is a copy
 
-async def _answer_item(request: web.Request, item: dict[str, Any]) -> tuple[bytes, str | None]:
-    async with _send_item(request, item) as reply:
-        return await _read_answer(reply), reply.headers.get(VERSION_HEADER)
+    async with run_bounded(batch.size, answer, MAX_RUNNING_PROMPTS) as tasks:
+        await asyncio.gather(*tasks)
+    found = [version for version in dict.fromkeys(versions) if version]
+    headers = {VERSION_HEADER: ", ".join(found)} if found else {}
+    joined = join(answers)
+    # Sent here and not by the server, so that the memory counts until the client has read the answer.
+    response = web.StreamResponse(headers={**headers, "Content-Type": _JSON, "Content-Length": str(len(joined))})
+    await response.prepare(request)
+    await response.write(joined)
+    await response.write_eof()
+    return response
 
 
 @asynccontextmanager
@@ -184,7 +254,7 @@ async def _send_item(request: web.Request, item: dict[str, Any]) -> AsyncIterato
 
 @asynccontextmanager
 async def _ask_smg(request: web.Request, data: bytes) -> AsyncIterator[aiohttp.ClientResponse]:
-    client = request.app[PARTS].generate
+    client = request.app[PARTS].client
     async with await client.post(client.url + request.path_qs, data, _forwarded_headers(request), hold=HOLD_SECONDS) as reply:
         yield reply
 
@@ -199,11 +269,11 @@ async def _forward_to_smg(request: web.Request, data: bytes) -> web.StreamRespon
 @asynccontextmanager
 async def _ask_engine(request: web.Request, data: bytes) -> AsyncIterator[aiohttp.ClientResponse]:
     """Yield the answer of a serving engine. If the engine's gate has just closed, ask the next engine."""
-    client = request.app[PARTS].generate
+    client = request.app[PARTS].client
     loop = asyncio.get_running_loop()
     end = loop.time() + HOLD_SECONDS
     while loop.time() < end:
-        for url in _serving_urls(request):
+        for url in await _serving_urls(request):
             try:
                 reply = await client.post(url + request.path_qs, data, _forwarded_headers(request))
             except UnreachableError:
@@ -216,16 +286,15 @@ async def _ask_engine(request: web.Request, data: bytes) -> AsyncIterator[aiohtt
     raise UnreachableError(NO_ENGINE)
 
 
-def _serving_urls(request: web.Request) -> list[str]:
+async def _serving_urls(request: web.Request) -> list[str]:
     """Return the gates of serving engines in the order to ask: by session if the request names one, else round robin."""
     parts = request.app[PARTS]
-    urls = [parts.wanted_engines.url(name) for name, engine in parts.machine.fleet.engines.items() if engine.serving]
-    found = [url for url in urls if url is not None]
+    urls = list((await parts.view.read()).engines)
     session = next((request.headers[name] for name in _SESSION_HEADERS if name in request.headers), None)
     if session is not None:
-        return sorted(found, key=lambda url: hashlib.sha256(f"{session} {url}".encode()).digest())
-    start = next(parts.generate.turns) % len(found) if found else 0
-    return found[start:] + found[:start]
+        return sorted(urls, key=lambda url: hashlib.sha256(f"{session} {url}".encode()).digest())
+    start = next(parts.client.turns) % len(urls) if urls else 0
+    return urls[start:] + urls[:start]
 
 
 async def _copy_answer(request: web.Request, reply: aiohttp.ClientResponse) -> web.StreamResponse:
@@ -253,7 +322,7 @@ async def _read_answer(reply: aiohttp.ClientResponse) -> bytes:
 
 
 async def _read_body(request: web.Request) -> bytes:
-    """Return the body. ``request.read()`` has the limit of control calls."""
+    """Return the body. Its parts count as memory as they arrive."""
     parts, size = [], request.content_length or 0
     if size <= MAX_BODY_BYTES:
         size = 0
@@ -261,6 +330,10 @@ async def _read_body(request: web.Request) -> bytes:
             size += len(chunk)
             if size > MAX_BODY_BYTES:
                 break
+            try:
+                request[SHARE].set_body(size)
+            except ExhaustedError as error:
+                raise _refused_body(503, str(error), {"Retry-After": "1"}) from None
             parts.append(chunk)
         else:
             return b"".join(parts)
@@ -270,19 +343,26 @@ async def _read_body(request: web.Request) -> bytes:
 async def _read_chunk(request: web.Request) -> bytes:
     """Return the next part of the body; empty at its end."""
     try:
-        async with asyncio.timeout(http.BODY_SECONDS):
+        async with asyncio.timeout(BODY_SECONDS):
             return await request.content.readany()
     except TimeoutError:
-        raise _refused_body(408, f"No further part of the body arrived within {http.BODY_SECONDS:g} s.") from None
+        raise _refused_body(408, f"No further part of the body arrived within {BODY_SECONDS:g} s.") from None
 
 
-def _refused_body(status: int, message: str) -> ItemError:
+def _refused_body(status: int, message: str, headers: Mapping[str, str] | None = None) -> ItemError:
     """Return the refusal of a body that is not read to its end."""
-    return ItemError(status, json.dumps({"error": {"message": message}}).encode(), {"Content-Type": _JSON, "Connection": "close"})
+    body = json.dumps({"error": {"message": message}}).encode()
+    return ItemError(status, body, {"Content-Type": _JSON, "Connection": "close", **(headers or {})})
 
 
-def _parse(data: bytes) -> Any:
-    """Return the JSON of a body; None if the JSON is invalid. smg itself refuses such a body."""
+def _parse(request: web.Request, data: bytes) -> Any:
+    """Return the JSON of a body; None if the JSON is invalid. smg itself refuses such a body.
+
+    Raises:
+        TooLargeError: The objects of this body would take too much memory.
+        ExhaustedError: The objects of all bodies would take too much memory.
+    """
+    request[SHARE].set_body(len(data) + objects_bytes(data))
     try:
         return json.loads(data)
     except (ValueError, RecursionError):
@@ -300,18 +380,6 @@ def _refuse(status: int, message: str) -> web.Response:
     """Return a refusal in the shape of SGLang's data paths."""
     headers = {"Retry-After": "1"} if status == 503 else {}
     return web.json_response({"error": {"message": message}}, status=status, headers=headers)
-
-
-@asynccontextmanager
-async def _tasks(coroutines: Sequence[Any]) -> AsyncIterator[list[asyncio.Task[Any]]]:
-    """Yield tasks that are cancelled at the end of the block, so that a batch ends when its client has gone."""
-    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
-    try:
-        yield tasks
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 routes = [

@@ -1,4 +1,4 @@
-"""HTTP client of smg: data requests, and the list of workers.
+"""smg's list of workers, which the coordinator keeps equal to the engines that may serve.
 
 smg only routes; the gate of each engine is the fence. smg loses its list of workers when it restarts. So the list is compared about
 twice a second, and missing workers are posted again.
@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Self
 
 import aiohttp
 
@@ -22,72 +20,12 @@ from sglang_rollout.wire.states import FleetState
 
 log = logging.getLogger(__name__)
 
-MAX_CONNECTIONS = 1024
-"""Requests of all batches at once; further requests wait here. Each request takes a connection to smg, and another from smg to a gate."""
-HOLD_SECONDS = 60.0
-"""Longest wait of a request while smg restarts or no engine serves; the same as in the front and in smg."""
-_CONNECT_SECONDS = 5.0
-_RETRY_SECONDS = 0.5
-_KEEPALIVE_SECONDS = 25.0
-"""Shorter than smg's 90 s, so that smg never closes a connection that is about to be used."""
 COMPARE_SECONDS = 0.5
 REQUEST_SECONDS = 5.0
 REPOST_SECONDS = 5.0
 """Seconds until a missing worker is posted again. A posted worker is listed only after smg has probed it."""
 CONFLICT = 409
 NOT_FOUND = 404
-
-
-class UnreachableError(Exception):
-    """Nothing accepted the request within the longest wait."""
-
-
-class ConnectionLostError(Exception):
-    """The connection ended before the answer."""
-
-
-class GenerateClient:
-    """Forwards data requests. Use as an async context manager."""
-
-    def __init__(self, url: str) -> None:
-        self.url = url.rstrip("/")
-        self.turns = itertools.count()
-        """Round-robin counter for requests that go to an engine directly."""
-        self._session: aiohttp.ClientSession | None = None
-
-    async def __aenter__(self) -> Self:
-        connector = aiohttp.TCPConnector(limit=MAX_CONNECTIONS, keepalive_timeout=_KEEPALIVE_SECONDS)
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS)
-        # Answers are forwarded unchanged, so they are not decompressed here.
-        self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        if self._session is not None:
-            await self._session.close()
-
-    async def post(self, url: str, data: bytes, headers: Mapping[str, str], *, hold: float = 0.0) -> aiohttp.ClientResponse:
-        """Send a request and return the answer, whose body is not read yet.
-
-        Retry for ``hold`` seconds while nothing listens, because then the request was never sent.
-
-        Raises:
-            UnreachableError: Nothing accepted the request.
-            ConnectionLostError: The connection broke before the answer.
-        """
-        if self._session is None:
-            raise RuntimeError("GenerateClient is used outside its 'async with' block")
-        loop = asyncio.get_running_loop()
-        end = loop.time() + hold
-        while True:
-            try:
-                return await self._session.post(url, data=data, headers=headers)
-            except aiohttp.ClientConnectorError as error:
-                if loop.time() >= end:
-                    raise UnreachableError(f"Nothing listens at {url}: {error.os_error.strerror or error.os_error}.") from None
-                await asyncio.sleep(_RETRY_SECONDS)
-            except (aiohttp.ClientError, OSError) as error:
-                raise ConnectionLostError(f"The connection to {url} broke before the answer ({type(error).__name__}).") from None
 
 
 @dataclass(frozen=True)

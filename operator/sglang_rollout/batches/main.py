@@ -1,0 +1,84 @@
+"""``sglang-rollout batches``: the batch server's process."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import click
+import uvloop
+from aiohttp import web
+from prometheus_client.aiohttp import make_aiohttp_handler
+
+from sglang_rollout.batches.client import GenerateClient
+from sglang_rollout.batches.memory import DEFAULT_LIMIT_BYTES, Budget
+from sglang_rollout.batches.metrics import make_metrics
+from sglang_rollout.batches.routes import MAX_BODY_BYTES, PARTS, Parts, handle_errors, routes
+from sglang_rollout.batches.serving import ServingView
+from sglang_rollout.logs import configure_logging, logging_options
+from sglang_rollout.proxy.address import Address
+from sglang_rollout.proxy.cli import ADDRESS
+from sglang_rollout.wire.ports import BATCHES_METRICS, BATCHES_PORT, COORDINATOR_PORT, MEMORY_VARIABLE, SMG_PORT
+
+
+@dataclass(frozen=True)
+class Options:
+    """Values of the command line."""
+
+    listen: Address
+    smg_url: str
+    coordinator_url: str
+    memory: int = DEFAULT_LIMIT_BYTES
+    """Memory limit of the process in bytes."""
+    shutdown_seconds: float = 180.0
+    """Time for running batches to end after SIGTERM; the same as smg's."""
+
+
+async def serve(options: Options) -> None:
+    """Serve batches until the task is cancelled."""
+    async with AsyncExitStack() as stack:
+        client = await stack.enter_async_context(GenerateClient(options.smg_url))
+        view = await stack.enter_async_context(ServingView(options.coordinator_url))
+        parts = Parts(client, view, Budget(options.memory))
+        app = web.Application(middlewares=[handle_errors], client_max_size=MAX_BODY_BYTES)
+        app[PARTS] = parts
+        app.add_routes([*routes, web.get(BATCHES_METRICS, make_aiohttp_handler(make_metrics(parts.budget)))])
+        runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=options.shutdown_seconds)
+        await runner.setup()
+        stack.push_async_callback(runner.cleanup)
+        await web.TCPSite(runner, options.listen.host, options.listen.port).start()
+        await asyncio.Event().wait()
+
+
+async def _serve_until_signal(options: Options) -> None:
+    """Serve until SIGTERM or SIGINT."""
+    task = asyncio.current_task()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, task.cancel if task is not None else loop.stop)
+    try:
+        await serve(options)
+    except asyncio.CancelledError:
+        return
+
+
+@click.command(name="batches")
+@click.option("--listen", type=ADDRESS, default=f"127.0.0.1:{BATCHES_PORT}", show_default=True, help="Address to listen on.")
+@click.option("--smg-url", default=f"http://127.0.0.1:{SMG_PORT}", show_default=True, help="Base URL of smg.")
+@click.option("--coordinator-url", default=f"http://127.0.0.1:{COORDINATOR_PORT}", show_default=True, help="Base URL of the coordinator.")
+@click.option(
+    "--memory",
+    type=click.IntRange(2**28),
+    default=DEFAULT_LIMIT_BYTES,
+    show_default=True,
+    envvar=MEMORY_VARIABLE,
+    help="Memory limit of this process in bytes. Bodies and answers take at most half of it.",
+)
+@logging_options
+def command(log_level: str, log_format: str, **given: Any) -> None:
+    """Run the batch server: it splits batches, and forwards requests that smg would refuse or change to an engine."""
+    configure_logging(log_level, log_format)
+    uvloop.run(_serve_until_signal(Options(**given)))

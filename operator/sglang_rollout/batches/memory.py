@@ -1,0 +1,98 @@
+"""Memory that requests may take, counted in bytes. Pure.
+
+Python objects take up to 40 times the memory of their JSON text, so bodies are counted by an upper bound of the memory of their objects.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Self
+
+DEFAULT_LIMIT_BYTES = 2**31
+"""Default memory limit of the process."""
+
+_COSTS = {b"{": 240, b"[": 120, b":": 100, b",": 48, b'"': 32}
+"""Bytes of memory for each occurrence of a character: a dictionary or list with one value, a further key, a further number, half a
+string. Characters inside of strings count, too, so the sum is an upper bound."""
+_WIDEST_CHARACTER = 4
+"""Bytes of each character of a string that contains an emoji."""
+
+
+class TooLargeError(Exception):
+    """A body alone exceeds the budget, so a retry is useless."""
+
+
+class ExhaustedError(Exception):
+    """The bodies and answers of all requests exceed the budget. A retry may succeed."""
+
+
+def objects_bytes(data: bytes) -> int:
+    """Return an upper bound of the memory that the objects of a JSON text take."""
+    width = 1 if data.isascii() and b"\\u" not in data else _WIDEST_CHARACTER
+    return width * len(data) + sum(cost * data.count(character) for character, cost in _COSTS.items())
+
+
+class Budget:
+    """Counts the memory of all requests.
+
+    Args:
+        limit: Memory limit of the process. Half of it is for the process itself, buffers, and a body that is being parsed.
+    """
+
+    def __init__(self, limit: int = DEFAULT_LIMIT_BYTES) -> None:
+        self.total = limit // 2
+        """Bytes that all bodies and answers may take."""
+        self.bodies = self.total * 3 // 4
+        """Bytes of these that bodies may take. The rest stays free for answers."""
+        self.used = 0
+        """Bytes that requests have taken."""
+        self.refused = 0
+        """Requests that were refused because the budget was exhausted."""
+
+    def share(self) -> Share:
+        """Return the share of one request."""
+        return Share(self)
+
+
+class Share:
+    """Memory of one request. Use as a context manager, which gives the memory back."""
+
+    def __init__(self, budget: Budget) -> None:
+        self._budget = budget
+        self._body = 0
+        self._answers = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._budget.used -= self._body + self._answers
+        self._body = self._answers = 0
+
+    def set_body(self, size: int) -> None:
+        """Set the memory of the body.
+
+        Raises:
+            TooLargeError: The body alone exceeds the budget.
+            ExhaustedError: Other requests have taken the memory.
+        """
+        if size > self._budget.bodies:
+            raise TooLargeError(
+                f"This body needs about {size >> 20} MiB of memory as objects, and at most {self._budget.bodies >> 20} MiB are allowed: "
+                "split the batch."
+            )
+        if size > self._body:
+            self._check(size - self._body, self._budget.bodies)
+        self._budget.used += size - self._body
+        self._body = size
+
+    def add_answer(self, size: int) -> None:
+        """Add the memory of an answer. Raises ExhaustedError."""
+        self._check(size, self._budget.total)
+        self._budget.used += size
+        self._answers += size
+
+    def _check(self, size: int, limit: int) -> None:
+        if self._budget.used + size > limit:
+            self._budget.refused += 1
+            raise ExhaustedError("The batches in progress take all memory of the batch server. Try again when some have ended.")

@@ -1,0 +1,16 @@
+"""The answer of ``GET /fleet/serving``: what the batch server needs to know of the fleet."""
+
+from __future__ import annotations
+
+from sglang_rollout.wire import Message
+
+
+class Serving(Message):
+    """Engines that serve now."""
+
+    held: str = ""
+    """Why no engine may generate; empty if engines may."""
+    engines: tuple[str, ...] = ()
+    """Base URLs of the gates of serving engines."""
+    adapters: tuple[str, ...] = ()
+    """Names of LoRA adapters that requests may name."""

@@ -1,0 +1,69 @@
+"""CPU and memory of the operator's own containers, in every golden case and with the user's values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import yaml
+
+from sglang_rollout.api.engine_spec import Resources
+from sglang_rollout.api.v1alpha1 import SGLangRollout
+from sglang_rollout.controller.render import render_all
+from sglang_rollout.controller.render.common import parse_quantity
+from sglang_rollout.controller.render.resources import own_resources
+from tests.support.paths import REPOSITORY
+from tests.unit.controller.support.worlds import SETTINGS, cr
+
+OWN = {"gate", "agent", "front", "smg", "coordinator", "batches", "download", "prefetch"}
+CASES = sorted((REPOSITORY / "operator/tests/golden/in").glob("*.yaml"))
+
+
+def containers(resource: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the operator's own containers in all objects of a rollout."""
+    objects = render_all(SGLangRollout.model_validate(resource), SETTINGS, "t")
+    pods = [made["spec"]["template"]["spec"] for made in objects if "template" in made.get("spec", {})]
+    found = [container for pod in pods for container in [*pod.get("initContainers", ()), *pod["containers"]]]
+    return [container for container in found if container["name"] in OWN]
+
+
+@pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
+def test_every_own_container_has_requests_and_a_memory_limit(path: Any) -> None:
+    resource = yaml.safe_load(path.read_text())
+    resource["metadata"].setdefault("uid", "u")
+    for container in containers(resource):
+        resources = container["resources"]
+        request, limit = (parse_quantity(resources[part]["memory"]) for part in ("requests", "limits"))
+        assert request is not None
+        assert limit is not None
+        assert request <= limit, container["name"]
+
+
+def test_cpu_has_no_limit_by_default() -> None:
+    assert [container["name"] for container in containers(cr()) if "cpu" in container["resources"]["limits"]] == []
+
+
+@pytest.mark.parametrize(
+    ("given", "requests", "limits"),
+    [
+        ({}, {"cpu": "50m", "memory": "64Mi"}, {"memory": "512Mi"}),
+        ({"requests": {"cpu": "2"}}, {"cpu": "2", "memory": "64Mi"}, {"memory": "512Mi"}),
+        ({"limits": {"memory": "3Gi", "cpu": "1"}}, {"cpu": "50m", "memory": "64Mi"}, {"memory": "3Gi", "cpu": "1"}),
+        ({"requests": {"memory": "4Gi"}}, {"cpu": "50m", "memory": "4Gi"}, {"memory": "4Gi"}),
+        ({"limits": {"memory": "32Mi"}}, {"cpu": "50m", "memory": "32Mi"}, {"memory": "32Mi"}),
+        ({"limits": {"cpu": "10m"}}, {"cpu": "10m", "memory": "64Mi"}, {"memory": "512Mi", "cpu": "10m"}),
+    ],
+)
+def test_values_of_the_user_replace_defaults(given: dict[str, Any], requests: dict[str, str], limits: dict[str, str]) -> None:
+    assert own_resources("gate", Resources.model_validate(given)) == {"requests": requests, "limits": limits}
+
+
+def test_each_field_reaches_its_container() -> None:
+    fields = {"gate": "gateResources", "agent": "agentResources", "coordinator": "coordinatorResources", "batches": "batchesResources"}
+    fields |= {"front": "frontResources", "smg": "resources"}
+    resource = cr()
+    for number, (name, field) in enumerate(fields.items()):
+        owner = resource["spec"].setdefault("engine" if name in {"gate", "agent"} else "router", {})
+        owner[field] = {"limits": {"memory": f"{number + 5}Gi"}}
+    limits = {container["name"]: container["resources"]["limits"]["memory"] for container in containers(resource)}
+    assert limits == {name: f"{number + 5}Gi" for number, name in enumerate(fields)}
