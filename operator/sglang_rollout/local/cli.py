@@ -11,6 +11,7 @@ import secrets
 import shutil
 import signal
 import socket
+import sys
 import tempfile
 import time
 from contextlib import suppress
@@ -30,7 +31,8 @@ from sglang_rollout.proxy.smg import POLICIES
 from sglang_rollout.sglang.api import PauseMode
 from sglang_rollout.wire.ports import FLEET, FLEET_HEALTH, METRICS
 
-_START_SECONDS = 60.0
+_START_SECONDS = 300.0
+"""Default of ``--start-timeout``. The processes start in seconds on an idle machine, and in minutes on one that is busy."""
 _MAX_RUNTIME_PATH = 50
 _LOWEST_PORT, _HIGHEST_PORT = 20000, 32767
 """Below Linux's ephemeral ports, so that no outgoing connection takes a port between two starts of a child process."""
@@ -40,6 +42,10 @@ class CannotStartError(click.ClickException):
     """The fleet cannot start. The message says why, and what to do."""
 
     exit_code = 2
+
+
+class NotReadyError(CannotStartError):
+    """The processes of the fleet were started, and the fleet did not become ready. The message names their logs."""
 
 
 @click.command(name="local")
@@ -62,10 +68,11 @@ class CannotStartError(click.ClickException):
 @click.option("--policy", type=click.Choice(list(POLICIES)), default="CacheAware", show_default=True, help="Routing policy of smg.")
 @click.option(
     "--pause-mode",
-    type=click.Choice(list(PauseMode), case_sensitive=False),
-    default="retract",
+    type=click.Choice([mode.value for mode in PauseMode], case_sensitive=False),
+    default=PauseMode.RETRACT.value,
     show_default=True,
-    help="How engines are paused for an update when the trainer does not pause them itself.",
+    metavar="|".join(PauseMode),  # click would show the values in lower case
+    help="spec.weights.pauseMode: how engines are paused for an update when the trainer does not pause them itself.",
 )
 @click.option(
     "--weights",
@@ -87,17 +94,26 @@ class CannotStartError(click.ClickException):
     show_default="free ports are chosen",
     help="First loopback port of the processes.",
 )
+@click.option(
+    "--start-timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    default=_START_SECONDS,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long the coordinator may take to answer. Engines may start later.",
+)
 def command(
     *,
     engines: tuple[str, ...],
     listen: Address,
     backend: str,
     policy: str,
-    pause_mode: PauseMode,
+    pause_mode: str,
     weights_json: str,
     tensor_size: int | None,
     state_dir: Path | None,
     base_port: int | None,
+    start_timeout: float,
 ) -> None:
     """Run a fleet on this machine, without Kubernetes, in front of SGLang servers. Ctrl-C or SIGTERM ends the fleet, not the servers.
 
@@ -114,7 +130,7 @@ def command(
     _check_programs()
     _check_engines(parsed)
     _check_can_listen(listen, "--listen")
-    weights = _parse_weights(weights_json, Backend(backend), pause_mode)
+    weights = _parse_weights(weights_json, Backend(backend), PauseMode(pause_mode))
     silent = asyncio.run(_check_sizes(parsed, weights))
     ports = _choose_ports(count_ports(len(parsed)), base_port, taken={listen.port, *(engine.address.port for engine in parsed)})
     plan = Plan(listen=listen, engines=parsed, weights=weights, policy=policy, ports=ports)
@@ -122,9 +138,10 @@ def command(
     try:
         folders = Folders(state=state_dir.absolute() if state_dir else runtime / "state", runtime=runtime)
         _write_files(plan, folders)
-        asyncio.run(_run(plan, folders, silent))
+        asyncio.run(_run(plan, folders, silent, start_timeout))
     finally:
-        shutil.rmtree(runtime, ignore_errors=True)
+        if not isinstance(sys.exception(), NotReadyError):  # the error's message names logs in this folder
+            shutil.rmtree(runtime, ignore_errors=True)
 
 
 def _parse_weights(text: str, backend: Backend, pause_mode: PauseMode) -> Weights:
@@ -139,14 +156,14 @@ def _parse_weights(text: str, backend: Backend, pause_mode: PauseMode) -> Weight
     return weights.model_copy(update={key: value for key, value in defaults.items() if key not in weights.model_fields_set})
 
 
-async def _run(plan: Plan, folders: Folders, silent: list[EngineArg]) -> None:
+async def _run(plan: Plan, folders: Folders, silent: list[EngineArg], start_timeout: float) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     supervisor = Supervisor(plan.children(folders), folders.logs, report=lambda line: click.echo(line, err=True))
     supervisor.start()
     try:
-        if await _wait_for_coordinator(supervisor, plan.listen.url, stop):
+        if await _wait_for_coordinator(supervisor, plan.listen.url, stop, start_timeout):
             _print_summary(plan, folders, silent)
             await stop.wait()
             click.echo("Ending.")
@@ -154,9 +171,13 @@ async def _run(plan: Plan, folders: Folders, silent: list[EngineArg]) -> None:
         await supervisor.stop()
 
 
-async def _wait_for_coordinator(supervisor: Supervisor, url: str, stop: asyncio.Event) -> bool:
-    """Wait until the coordinator answers through the front. Return False if ``stop`` is set first."""
-    end = time.monotonic() + _START_SECONDS
+async def _wait_for_coordinator(supervisor: Supervisor, url: str, stop: asyncio.Event, seconds: float) -> bool:
+    """Wait until the coordinator answers through the front. Return False if ``stop`` is set first.
+
+    Raises:
+        NotReadyError: A process exits again and again, or the coordinator has not answered within ``seconds``.
+    """
+    end = time.monotonic() + seconds
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=3)) as session:
         while not stop.is_set():
             with suppress(aiohttp.ClientError, TimeoutError):
@@ -165,16 +186,24 @@ async def _wait_for_coordinator(supervisor: Supervisor, url: str, stop: asyncio.
                         return True
             crashed = supervisor.find_crash_loop()
             if crashed is not None:
-                raise CannotStartError(f"{crashed.child.name} exits again and again. The end of its log:\n{crashed.read_log_tail()}")
+                raise NotReadyError(f"{crashed.child.name} exits again and again. {crashed.describe_log()}")
             if time.monotonic() > end:
-                tail = next((process.read_log_tail() for process in supervisor.processes if process.child.name == "coordinator"), "")
-                raise CannotStartError(
-                    f"{url}{FLEET_HEALTH} has not answered within {_START_SECONDS:g} s. The end of the coordinator's log:\n{tail}"
-                )
+                raise NotReadyError(_describe_timeout(supervisor, url, seconds))
             with suppress(TimeoutError):
                 async with asyncio.timeout(0.2):
                     await stop.wait()
     return False
+
+
+def _describe_timeout(supervisor: Supervisor, url: str, seconds: float) -> str:
+    """Say what did not answer, what to do, and where the logs of the two processes on the way are."""
+    return "\n".join(
+        [
+            f"{url}{FLEET_HEALTH} has not answered with 200 within {seconds:g} s: the coordinator, or the front before it, is not ready."
+            " This does not depend on the engines. On a busy machine, allow more time with --start-timeout SECONDS.",
+            *(process.describe_log() for process in supervisor.processes if process.child.name in ("coordinator", "front")),
+        ]
+    )
 
 
 def _make_runtime_folder() -> Path:

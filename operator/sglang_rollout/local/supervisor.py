@@ -61,11 +61,13 @@ class ChildProcess:
             self._signal(signal.SIGKILL)
             await self.process.wait()
 
-    def read_log_tail(self, lines: int = 5) -> str:
-        """Return the last lines of the log."""
-        with suppress(FileNotFoundError):
-            return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
-        return ""
+    def describe_log(self, lines: int = 5) -> str:
+        """Return where the log is, and its last lines."""
+        text = self.log.read_text(errors="replace").strip() if self.log.exists() else ""
+        if not text:
+            return f"The log of {self.child.name}, {self.log}, is empty: the process has not written anything yet."
+        tail = "\n".join(text.splitlines()[-lines:])
+        return f"The end of the log of {self.child.name}, {self.log}:\n{tail}"
 
     async def _run_once(self) -> int:
         supervisor = os.getpid()

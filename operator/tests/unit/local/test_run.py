@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,15 +19,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from sglang_rollout.api.weights_spec import Transport, Weights
 from sglang_rollout.local import cli
-from sglang_rollout.local.plan import EngineArg
+from sglang_rollout.local.plan import Child, EngineArg
 from sglang_rollout.local.sizes import Sizes, SizesError, check_sizes, read_sizes
+from sglang_rollout.local.supervisor import ChildProcess, Supervisor
 from sglang_rollout.proxy.address import Address
+from sglang_rollout.sglang.api import PauseMode
 from sglang_rollout.testing import StandIn
 from tests.support.ports import free_port
 
@@ -157,6 +162,50 @@ def test_an_unwritable_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     text = refused("--engine", "127.0.0.1:1", "--listen", f"127.0.0.1:{free_port()}", "--state-dir", str(tmp_path / "file"))
     assert "cannot be used" in text
+
+
+async def test_a_slow_start_is_reported_with_its_log_and_advice(tmp_path: Path) -> None:
+    supervisor = Supervisor([Child("coordinator", ("sleep", "60"))], tmp_path, report=print)
+    supervisor.start()
+    url = f"http://127.0.0.1:{free_port()}"
+    try:
+        with pytest.raises(cli.NotReadyError) as failed:
+            await cli._wait_for_coordinator(supervisor, url, asyncio.Event(), 0.5)
+    finally:
+        await supervisor.stop()
+    text = failed.value.format_message()
+    assert f"{url}/fleet/health has not answered with 200 within 0.5 s" in text
+    assert "--start-timeout" in text
+    assert f"The log of coordinator, {tmp_path}/coordinator.log, is empty" in text
+
+
+def test_the_end_of_a_log_is_quoted(tmp_path: Path) -> None:
+    (tmp_path / "front.log").write_text("".join(f"line {number}\n" for number in range(9)))
+    text = ChildProcess(Child("front", ("true",)), tmp_path, report=print).describe_log(lines=2)
+    assert text == f"The end of the log of front, {tmp_path}/front.log:\nline 7\nline 8"
+
+
+def test_the_logs_of_a_failed_start_are_kept() -> None:
+    text = refused("--engine", "127.0.0.1:1", "--listen", f"127.0.0.1:{free_port()}", "--start-timeout", "0.01")
+    assert "within 0.01 s" in text
+    log = re.search(r"The (?:end of the )?log of coordinator, (/\S+\.log)", text)
+    assert log, text
+    kept = Path(log[1])
+    assert kept.exists()
+    shutil.rmtree(kept.parents[2])
+
+
+def test_a_start_timeout_of_zero_is_refused() -> None:
+    assert "--start-timeout" in refused("--engine", "127.0.0.1:1", "--start-timeout", "0")
+
+
+@pytest.mark.parametrize("mode", ["InPlace", "inplace"])
+def test_the_pause_mode_has_the_values_of_the_field(mode: str) -> None:
+    option = next(option for option in cli.command.params if option.name == "pause_mode")
+    assert option.make_metavar(click.Context(cli.command)) == "Retract|Abort|InPlace"
+    assert option.type.convert(mode, option, None) == Weights(pause_mode=PauseMode.IN_PLACE).pause_mode.value
+    with pytest.raises(click.BadParameter, match=r"(?i)retract.*abort.*inplace"):
+        option.type.convert("in_place", option, None)
 
 
 def test_it_runs_without_engines_and_ends_on_sigterm(fleet: tuple[subprocess.Popen[bytes], str], tmp_path: Path) -> None:
