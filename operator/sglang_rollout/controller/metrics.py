@@ -14,7 +14,6 @@ READ_VERBS = ("get", "list", "watch")
 WRITE_VERBS = ("apply", "patch", "create", "delete")
 OUTCOMES = ("ok", "error")
 RESULTS = ("ok", "gone", "refused", "unavailable", "conflict", "error")
-CONDITION_VALUES = ("True", "False", "Unknown")
 # A reconcile of a healthy fleet is a dozen reads and takes milliseconds. An API server in trouble takes up to its deadline of 30 s.
 BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 SHUTDOWN_SECONDS = 0.2
@@ -38,7 +37,12 @@ class Metrics:
         self._requests = Counter(f"{PREFIX}_api_requests", "Requests to the API server.", ["verb", "outcome"], registry=self.registry)
         self._depth = Gauge(f"{PREFIX}_queue_depth", "Rollouts waiting for a worker.", registry=self.registry)
         self._retries = Counter(f"{PREFIX}_retries", "Reconciles retried after a failure.", registry=self.registry)
-        self._rollouts = Gauge(f"{PREFIX}_rollouts", "Rollouts by their Ready condition.", ["ready"], registry=self.registry)
+        self._rollouts = Gauge(
+            f"{PREFIX}_rollouts",
+            "1 for each rollout, with its Ready condition: True, False or Unknown.",
+            ["namespace", "rollout", "ready"],
+            registry=self.registry,
+        )
         self._listed = Gauge(f"{PREFIX}_last_list_timestamp_seconds", "Time of the last list of all rollouts.", registry=self.registry)
         Gauge(f"{PREFIX}_build_info", "Version of the operator.", ["version"], registry=self.registry).labels(version=version).set(1)
         self._ready: dict[Key, str] = {}
@@ -49,8 +53,6 @@ class Metrics:
         for verb in (*READ_VERBS, *WRITE_VERBS):
             for outcome in OUTCOMES:
                 self._requests.labels(verb=verb, outcome=outcome)
-        for value in CONDITION_VALUES:
-            self._rollouts.labels(ready=value)
 
     def count_request(self, verb: str, plural: str, outcome: str) -> None:
         """Count one API request; the ``on_call`` hook of :class:`~sglang_rollout.kube.client.Kube`."""
@@ -74,12 +76,12 @@ class Metrics:
 
     def set_ready(self, key: Key, status: str | None) -> None:
         """Record the Ready condition of a rollout (True, False or Unknown); None if the rollout is gone."""
-        if status is None:
-            self._ready.pop(key, None)
-        else:
+        before = self._ready.pop(key, None)
+        if before is not None:
+            self._rollouts.remove(*key, before)
+        if status is not None:
             self._ready[key] = status
-        for value in CONDITION_VALUES:
-            self._rollouts.labels(ready=value).set(sum(1 for ready in self._ready.values() if ready == value))
+            self._rollouts.labels(*key, status).set(1)
 
     def mark_relisted(self) -> None:
         """Record that all rollouts have just been listed."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,8 @@ SOON, LATE = 2, 88
 
 Scrape = dict[str, float]
 """Values by series."""
+TARGET = 'namespace="n",rollout="a"'
+"""Labels that Prometheus adds to the coordinator's series, and that the operator exports."""
 LISTED: Scrape = {"sglang_rollout_operator_last_list_timestamp_seconds{}": 2e9}
 """Of an operator that lists the rollouts. Without this series the operator counts as stalled."""
 
@@ -63,9 +65,9 @@ class Timeline:
             for alert in sorted(NAMES):
                 self.expected.append(
                     {
-                        "expr": f'count(ALERTS{{alertname="{alert}", alertstate="firing"}}) or vector(0)',
+                        "expr": f'count by (namespace, rollout) (ALERTS{{alertname="{alert}", alertstate="firing"}})',
                         "eval_time": f"{minute}m",
-                        "exp_samples": [{"labels": "{}", "value": int(alert in firing)}],
+                        "exp_samples": [{"labels": _labels(alert), "value": 1}] if alert in firing else [],
                     }
                 )
 
@@ -74,7 +76,7 @@ class Timeline:
         names = sorted({name for scrape in self.scrapes for name in scrape})
         test = {
             "interval": "1m",
-            "input_series": [{"series": name, "values": " ".join(map(_steady, self._values(name)))} for name in names],
+            "input_series": [{"series": _as_scraped(name), "values": " ".join(map(_steady, self._values(name)))} for name in names],
             "promql_expr_test": self.expected,
         }
         (folder / "rules.yaml").write_text(yaml.safe_dump(RULES))
@@ -87,9 +89,19 @@ class Timeline:
         return (scrape.get(series) for scrape in self.scrapes)
 
 
+def _labels(alert: str) -> str:
+    """Return the labels by which an alert names its rollout. The operator's own alert is about no rollout."""
+    return "{}" if alert == STALLED else f"{{{TARGET}}}"
+
+
+def _as_scraped(series: str) -> str:
+    name, _, labels = series.partition("{")
+    return f"{name}{{{TARGET},{labels}" if name.startswith("sglang_rollout_coordinator_") else series
+
+
 def _steady(value: float | None) -> str:
-    """Return one phase in promtool's notation; for None the series is missing."""
-    return f"_x{PHASE_MINUTES}" if value is None else f"{value:.0f}x{PHASE_MINUTES - 1}"
+    """Return one phase in promtool's notation; for None the series is missing, which Prometheus notices at the next scrape."""
+    return f"stale _x{PHASE_MINUTES - 1}" if value is None else f"{value:.0f}x{PHASE_MINUTES - 1}"
 
 
 def parsed(text: str) -> Scrape:
@@ -114,6 +126,10 @@ def used_by_alerts(prefix: str) -> set[str]:
     }
     assert found
     return found
+
+
+def _names(series: Iterable[str]) -> set[str]:
+    return {one.partition("{")[0] for one in series}
 
 
 async def scraped(lab: Lab) -> Scrape:
@@ -161,13 +177,19 @@ def test_the_alerts_of_the_operator(program: Path, tmp_path: Path) -> None:
     def see(**firing: Collection[str]) -> None:
         timeline.add(parsed(generate_latest(metrics.registry).decode()), **firing)
 
-    assert used_by_alerts("sglang_rollout_operator_") - parsed(generate_latest(metrics.registry).decode()).keys() == set()
     see(late={STALLED})
     metrics.mark_relisted()
+    metrics.set_ready(("n", "b"), "True")
     see()
     metrics.set_ready(("n", "a"), "False")
     see(late={NOT_READY})
+    assert _names(used_by_alerts("sglang_rollout_operator_")) - _names(timeline.scrapes[-1]) == set()
     metrics.set_ready(("n", "a"), "True")
     see()
     timeline.add({}, late={STALLED})  # the operator does not run
     timeline.check(program, tmp_path)
+
+
+@pytest.mark.parametrize("rule", [rule for rule in ALERTS if rule["alert"] != STALLED], ids=lambda rule: rule["alert"])
+def test_the_summary_of_an_alert_names_its_rollout(rule: dict[str, Any]) -> None:
+    assert "{{ $labels.namespace }}/{{ $labels.rollout }}" in rule["annotations"]["summary"]

@@ -127,14 +127,18 @@ async def test_metrics_and_health_over_http() -> None:
     metrics.set_ready(("n", "a"), "True")
     metrics.set_ready(("n", "b"), "False")
     metrics.set_ready(("n", "a"), None)
+    metrics.set_ready(("n", "c"), "False")
+    metrics.set_ready(("n", "c"), "True")
     async with TestClient(TestServer(build_metrics_app(metrics))) as client:
         reply = await client.get("/metrics")
         text = await reply.text()
     assert reply.headers["Content-Type"].startswith("text/plain")
     assert 'sglang_rollout_operator_writes_total{verb="apply"} 1.0' in text
     assert 'writes_total{verb="create"} 0.0' in text
-    assert 'sglang_rollout_operator_rollouts{ready="True"} 0.0' in text
-    assert 'sglang_rollout_operator_rollouts{ready="False"} 1.0' in text
+    assert [line for line in text.splitlines() if line.startswith("sglang_rollout_operator_rollouts{")] == [
+        'sglang_rollout_operator_rollouts{namespace="n",ready="False",rollout="b"} 1.0',
+        'sglang_rollout_operator_rollouts{namespace="n",ready="True",rollout="c"} 1.0',
+    ]
     assert 'sglang_rollout_operator_build_info{version="1.2.3"} 1.0' in text
 
     problems = ["", "worker 0 has ended: cancelled"]

@@ -66,3 +66,8 @@ def test_the_monitor_of_a_component_selects_its_pods_and_every_process(component
         job["metrics_path"]: job["job_name"].removeprefix("sglang-rollout-") for job in JOBS if job["relabel_configs"][0]["regex"] == kept
     }
     assert jobs == processes
+
+
+def test_the_namespace_of_a_rollout_is_not_replaced_by_that_of_the_operator() -> None:
+    assert all(endpoint["honorLabels"] for endpoint in MONITORS["sglang-rollout-operator"]["podMetricsEndpoints"])
+    assert [job["job_name"] for job in JOBS if job.get("honor_labels")] == ["sglang-rollout-operator"]

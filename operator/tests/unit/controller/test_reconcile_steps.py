@@ -90,7 +90,8 @@ async def test_change_passes_all_steps_and_status_uses_a_fresh_view(stage: Stage
     assert subresource == "status"
     assert body["status"]["observedGeneration"] == 2
     assert body["metadata"] == {"name": "demo", "namespace": "n", "uid": "u"}
-    assert 'rollouts{ready="True"} 1.0' in generate_latest(stage.metrics.registry).decode()
+    series = f'rollouts{{namespace="{KEY[0]}",ready="True",rollout="{KEY[1]}"}} 1.0'
+    assert series in generate_latest(stage.metrics.registry).decode()
 
 
 async def test_steady_fleet_is_only_read(stage: Stage) -> None:
@@ -115,7 +116,7 @@ async def test_missing_or_terminating_rollout_is_left_to_the_garbage_collector(s
     stage.worlds = [seen]
     assert await stage.run() == Result("gone")
     assert stage.done == ["observe"]
-    assert 'rollouts{ready="True"} 0.0' in generate_latest(stage.metrics.registry).decode()
+    assert "rollouts{" not in generate_latest(stage.metrics.registry).decode()
 
 
 async def test_rollout_deleted_during_a_reconcile_is_gone(stage: Stage) -> None:
