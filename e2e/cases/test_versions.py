@@ -39,7 +39,7 @@ def test_latest_only_fences_an_engine_with_an_older_version(stand: StandInRollou
     assert document(stand.url)["serving"] == 2
     eventually("the engine waits for weights", lambda: stand.condition("WaitingForWeights")["status"] == "True")
     message = stand.condition("WaitingForWeights")["message"]
-    for part in (stand.engine(2), f"holds version {old}", f"serves {new}", "needs a new group"):
+    for part in (stand.engine(2), f"holds version {old}", f"serves {new}", "needs a new process group"):
         assert part in message, message
     eventually("the column STALE counts the engine", lambda: columns(stand)["STALE"] == "1")
     assert (columns(stand)["READY"], columns(stand)["SKEW"], columns(stand)["VERSION"]) == ("2/3", "0", new)

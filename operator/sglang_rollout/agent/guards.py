@@ -29,7 +29,7 @@ NOT_OFFERED: Mapping[ControlCall, str] = {
     ControlCall.LOAD_ADAPTER_FROM_TENSORS: "its tensors belong to the ranks of one engine; use load_lora_adapter with a shared path",
     ControlCall.UPDATE_IPC: "it has no session; use update_weights_from_distributed, or update_weights_from_tensor on the same GPUs",
     ControlCall.INIT_SEND_GROUP: "a peer that fails can block the serving engine forever",
-    ControlCall.SEND_WEIGHTS: "with an unknown group it ends the engine's process",
+    ControlCall.SEND_WEIGHTS: "with an unknown process group it ends the engine's process",
 }
 """SGLang's calls that are refused, and why."""
 FORWARDED = frozenset(ControlCall) - NOT_OFFERED.keys() - {ControlCall.ABORT_REQUEST}
@@ -65,7 +65,9 @@ def refusal(state: s.State, call: str, body: dict[str, Any]) -> Refusal | None: 
     if call in (ControlCall.UPDATE_DISTRIBUTED, ControlCall.UPDATE_TENSOR) and not record.session:
         return _conflict(f"{call} must run between begin_weight_update and end_weight_update, and no session is open.")
     if call == ControlCall.UPDATE_DISTRIBUTED and group_of(body) not in record.groups:
-        return _invalid(f"{call}: this engine is in no group {group_of(body)!r}; its groups: {', '.join(record.groups) or 'none'}.")
+        return _invalid(
+            f"{call}: this engine is in no process group {group_of(body)!r}; its process groups: {', '.join(record.groups) or 'none'}."
+        )
     if call == ControlCall.END_UPDATE and not record.session:
         return _invalid(f"{call}: no weight update session is open.")
     if call == ControlCall.INIT_GROUP:
@@ -132,9 +134,11 @@ def prepare_body(call: str, body: dict[str, Any], record: s.EngineRecord) -> dic
 def _init_refusal(record: s.EngineRecord, body: dict[str, Any]) -> Refusal | None:
     name = group_of(body)
     if not name:
-        return _invalid(f"{ControlCall.INIT_GROUP}: the group needs a name; an empty name ends the engine's process.")
+        return _invalid(f"{ControlCall.INIT_GROUP}: the process group needs a name; an empty name ends the engine's process.")
     if name in record.groups:
-        return _invalid(f"{ControlCall.INIT_GROUP}: the engine already is in a group {name!r}: destroy it first, or use a fresh name.")
+        return _invalid(
+            f"{ControlCall.INIT_GROUP}: the engine is already in a process group {name!r}: destroy it first, or use a fresh name."
+        )
     return None
 
 

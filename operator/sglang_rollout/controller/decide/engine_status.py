@@ -260,5 +260,8 @@ def _describe_way_back(fleet: FleetView, engine: EngineView) -> str:
     """Return how an engine with other weights can serve again."""
     record = fleet.record
     if record and record.joined and engine.name not in fleet.process_group_members:
-        return "it joined after the trainer's group was opened; it needs a new group, or a snapshot on disk (weights.catchUp.disk)."
+        return (
+            "it joined after the trainer's process group was opened; it needs a new process group, or a snapshot on disk"
+            " (weights.catchUp.disk)."
+        )
     return "it waits for the trainer's next weight update."

@@ -23,7 +23,7 @@ Parser = Callable[[Mapping[str, Any]], Request]
 
 ONE_PROCESS = (
     "{path} does not work for a fleet: its payload belongs to the GPUs of one process on one machine."
-    " Open a group with init_weights_update_group and send the tensors with update_weights_from_distributed."
+    " Open a process group with init_weights_update_group and send the tensors with update_weights_from_distributed."
 )
 
 

@@ -105,7 +105,7 @@ STANDALONE: Table = {
     rq.OpenGroup: Handler(
         process_groups.open_group,
         NO_UPDATE,
-        Abandon("the trainer opened the same group again in the middle of an update"),
+        Abandon("the trainer opened the same process group again in the middle of an update"),
         exception=_opens_another_group,
         prepare=process_groups.check_group_request,
     ),

@@ -51,7 +51,7 @@ async def end_sessions_and_commit(fleet: Fleet, *, answer_now: bool = True) -> A
         return await fail_update(fleet, f"engine {rest[0]} had got no tensors of the update when it ended", engine=rest[0])
     missing = _missing_stages(fleet, update)
     if missing:
-        reason = f"group {missing[0]} sent no tensors, although it belonged to the update before"
+        reason = f"process group {missing[0]} sent no tensors, although it belonged to the update before"
         return await fail_update(fleet, reason)
     begin_verification(fleet, update)
     results = dict(await _end_session(fleet, update))
@@ -235,7 +235,7 @@ async def fail_update(
         sentence = (
             f"{reason.rstrip('.')} (phase {phase.value}). The update was given up: version {fleet.committed} stays committed, and"
             f" {', '.join(list(update.boots)[:8])} stay closed until a complete update."
-            f" Open a new group with world_size={fleet.table.world_size} and push again."
+            f" Open a new process group with world_size={fleet.table.world_size} and push again."
         )
     elif current is not None:
         fleet.transaction.end(summarize_update(fleet, fleet.target(), UpdateOutcome.ABORTED, f"the pause was given up: {reason}", []))

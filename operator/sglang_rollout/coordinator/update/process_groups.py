@@ -88,7 +88,7 @@ async def open_group(fleet: Fleet, _ask: OpenGroup, checked: CheckedGroup) -> An
     await _close_dead(fleet)
     _refuse_changed(fleet, boots)
     if len(fleet.groups) >= MAX_GROUPS:
-        raise RefusedError(f"{MAX_GROUPS} groups are open: close some with {ControlCall.DESTROY_GROUP.path} first.")
+        raise RefusedError(f"{MAX_GROUPS} process groups are open: close some with {ControlCall.DESTROY_GROUP.path} first.")
     remaining = max(MIN_JOIN_SECONDS, fleet.policy.deadlines.group_seconds - (fleet.now - checked.asked_at))
     fleet.enter(Phase.OPEN)
     fleet.transaction.joining = master = f"{spec.host}:{spec.port}"
@@ -104,8 +104,8 @@ def _refuse_changed(fleet: Fleet, boots: Mapping[str, str]) -> None:
     """Raise RefusedError if the members changed: the ranks of a process group are those of the members that are there when it opens."""
     if require_members(fleet) != boots:
         raise RefusedError(
-            "The engines of this fleet changed while the group was being opened; no engine has joined anything."
-            f" Open the group again with world_size={fleet.table.world_size}.",
+            "The engines of this fleet changed while the process group was being opened; no engine has joined anything."
+            f" Open the process group again with world_size={fleet.table.world_size}.",
             fleet=fleet.advice(),
         )
 
@@ -147,7 +147,7 @@ async def _close_same_name(fleet: Fleet, name: str) -> None:
     for engine_name, result in failures(results).items():
         if UNKNOWN_GROUP not in result.message:
             raise RefusedError(
-                f"engine {engine_name} could not close the old group {name}: {result.message.rstrip('.')}."
+                f"engine {engine_name} could not close the old process group {name}: {result.message.rstrip('.')}."
                 " No engine has joined the new one. Use another group_name.",
                 fleet=fleet.advice(),
             )
@@ -191,8 +191,8 @@ async def _undo_join(fleet: Fleet, spec: GroupSpec, results: Results) -> Answer:
     name, result = next(iter(failures(results).items()))
     answer = Answer(
         400,
-        f"engine {name} could not join group {spec.name}: {result.message.rstrip('.')}. The others have left it."
-        " Open a new group with another port and name.",
+        f"engine {name} could not join process group {spec.name}: {result.message.rstrip('.')}. The others have left it."
+        " Open a new process group with another port and name.",
         {**fleet.advice(), "engine": name, "phase": Phase.OPEN.value, "engines": results_by_engine(results)},
     )
     await reply(answer)
@@ -213,7 +213,7 @@ async def close_group(fleet: Fleet, ask: CloseGroup) -> Answer:
         if not update.trainer_session:
             commit = await end_sessions_and_commit(fleet)
         else:
-            commit = await abandon(fleet, f"group {group.name} was closed inside an open session")
+            commit = await abandon(fleet, f"process group {group.name} was closed inside an open session")
         if not commit.success:
             fleet.groups.pop(group.name, None)
             await _leave(fleet, group)
@@ -223,7 +223,7 @@ async def close_group(fleet: Fleet, ask: CloseGroup) -> Answer:
     failed = {engine: result for engine, result in failures(results).items() if UNKNOWN_GROUP not in result.message}
     if failed:
         engine, result = next(iter(failed.items()))
-        reason = f"engine {engine} could not close group {group.name}: {result.message}"
+        reason = f"engine {engine} could not close process group {group.name}: {result.message}"
         return Answer(400, reason, {"engines": results_by_engine(results), **commit.fleet})
     return Answer(200, "Succeeded to destroy custom process group.", {"engines": results_by_engine(results), **commit.fleet})
 

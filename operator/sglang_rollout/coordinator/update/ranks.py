@@ -81,7 +81,7 @@ def check_group(body: Mapping[str, Any], table: RankTable) -> GroupSpec:
     world_size = _integer(body, "world_size")
     offset = _integer(body, "rank_offset")
     if not table.gpus:
-        raise RefusedError("This fleet has no engines yet, so no group can be opened. Try again.", status=503)
+        raise RefusedError("This fleet has no engines yet, so no process group can be opened. Try again.", status=503)
     _check_ranks(world_size, offset, table)
     backend = body.get("backend")
     if backend is not None and (not isinstance(backend, str) or not backend.strip()):
@@ -121,7 +121,7 @@ def _group_name(body: Mapping[str, Any]) -> str:
     # An empty name fails an assertion in SGLang and ends its process.
     name = body.get("group_name", DEFAULT_GROUP_NAME)
     if not isinstance(name, str) or not name.strip():
-        raise RefusedError(f"group_name {name!r} is not a name: use a non-empty string, a new one for each group.")
+        raise RefusedError(f"group_name {name!r} is not a name: use a non-empty string, a new one for each process group.")
     if len(name) > MAX_GROUP_NAME_CHARACTERS:
         raise RefusedError(f"group_name is {len(name)} characters long: use at most {MAX_GROUP_NAME_CHARACTERS}.")
     return name

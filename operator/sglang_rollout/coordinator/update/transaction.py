@@ -221,10 +221,10 @@ def find_group(fleet: Fleet, name: str | None) -> Group:
         if not fleet.groups:
             raise RefusedError(_no_group(fleet), fleet=fleet.advice())
         names = ", ".join(fleet.groups)
-        raise RefusedError(f"group_name is missing, and {len(fleet.groups)} groups are open: name one of {names}.")
+        raise RefusedError(f"group_name is missing, and {len(fleet.groups)} process groups are open: name one of {names}.")
     if name not in fleet.groups:
         raise RefusedError(
-            f"group {name} is not open on this fleet{last_reason(fleet)}. Call init_weights_update_group with"
+            f"process group {name} is not open on this fleet{last_reason(fleet)}. Call init_weights_update_group with"
             f" world_size={fleet.table.world_size}.",
             fleet=fleet.advice(),
         )
@@ -236,8 +236,8 @@ def refuse_stale_group(fleet: Fleet, group: Group) -> None:
     changed = fleet.lost_engines(group.boots)
     if changed:
         raise RefusedError(
-            f"group {group.name} is of epoch {group.epoch} and its member {changed[0]} was restarted or is gone."
-            f" Open a new group with world_size={fleet.table.world_size}: the fleet is at epoch {fleet.epoch}.",
+            f"process group {group.name} is of epoch {group.epoch} and its member {changed[0]} was restarted or is gone."
+            f" Open a new process group with world_size={fleet.table.world_size}: the fleet is at epoch {fleet.epoch}.",
             fleet=fleet.advice(),
         )
 
@@ -253,7 +253,4 @@ def _members(fleet: Fleet) -> dict[str, str]:
 
 
 def _no_group(fleet: Fleet) -> str:
-    return (
-        f"no weight-update group is open{last_reason(fleet)}: call init_weights_update_group with"
-        f" world_size={fleet.table.world_size} first."
-    )
+    return f"no process group is open{last_reason(fleet)}: call init_weights_update_group with world_size={fleet.table.world_size} first."

@@ -81,7 +81,7 @@ async def test_an_engine_that_cannot_join_is_named_and_the_others_leave(lab: Lab
     lab.agents[1].broken["/init_weights_update_group"] = "out of memory."
     status, reason, body = await lab.open_group()
     assert (status, body["fleet"]["phase"]) == (400, "open")
-    assert "engine e1 could not join group g: out of memory." in reason
+    assert "engine e1 could not join process group g: out of memory." in reason
     await asyncio.sleep(0.3)
     assert all(agent.bodies_of("/destroy_weights_update_group") for agent in lab.agents)
     assert (await lab.document())["groups"] == []
@@ -243,7 +243,7 @@ async def test_invalid_requests_are_refused(lab: Lab) -> None:
     status, reason, _ = await lab.post("/update_weights_from_disk", {})
     assert (status, "model_path is missing" in reason) == (400, True)
     status, reason, _ = await lab.post("/begin_weight_update", {})
-    assert (status, "no weight-update group is open" in reason) == (400, True)
+    assert (status, "no process group is open" in reason) == (400, True)
     status, _, _ = await lab.post("/end_weight_update", {})
     assert status == 400
     status, reason, _ = await lab.post("/update_weights_from_distributed", {**UPDATE, "group_name": "other"})

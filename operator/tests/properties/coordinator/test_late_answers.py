@@ -57,7 +57,7 @@ def test_a_group_opens_with_the_ranks_of_the_members_at_the_time_of_the_call(wha
     world.drain()
     answer = world.answers[call]
     assert (answer.status, answer.success) == (400, False)
-    assert "engines of this fleet changed while the group was being opened" in answer.message
+    assert "engines of this fleet changed while the process group was being opened" in answer.message
     assert answer.fleet["world_size"] == world.machine.fleet.table.world_size == (2 if what == "leaves" else 3)
     assert not [send for send in world.sent if send.path == ControlCall.INIT_GROUP.path]
     assert push(world, "1") is not None

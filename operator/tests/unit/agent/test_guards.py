@@ -33,7 +33,7 @@ def with_record(**changes: Any) -> s.State:
         (with_record(pending=ControlCall.INIT_GROUP), ControlCall.PAUSE, {}, 409, "has not answered init_weights_update_group"),
         (DIRTY, ControlCall.CONTINUE, {}, 409, "mixture"),
         (CLEAN, ControlCall.UPDATE_DISTRIBUTED, {"group_name": "g"}, 409, "no session"),
-        (DIRTY, ControlCall.UPDATE_DISTRIBUTED, {"group_name": "h"}, 400, "no group 'h'; its groups: g"),
+        (DIRTY, ControlCall.UPDATE_DISTRIBUTED, {"group_name": "h"}, 400, "no process group 'h'; its process groups: g"),
         (DIRTY, ControlCall.UPDATE_DISTRIBUTED, {}, 400, "weight_update_group"),
         (CLEAN, ControlCall.UPDATE_TENSOR, ONE_RANK, 409, "no session"),
         (DIRTY, ControlCall.UPDATE_TENSOR, ONE_RANK | {"load_format": "mine.loader"}, 400, "load_format 'mine.loader' may end"),

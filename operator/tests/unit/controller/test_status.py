@@ -153,7 +153,7 @@ def test_engine_outside_the_process_group_says_what_helps() -> None:
     written = record(row(0, V1), row(1, BASE, gate=False), committed=V1)
     group = GroupRow(name="g", epoch=3, world_size=2, master="10.0.0.9:1", backend="nccl", places=[0])
     outside = ready(world([pod(0), pod(1)], written=written.model_copy(update={"joined": [group]})))[2]
-    assert "it needs a new group, or a snapshot on disk (weights.catchUp.disk)" in outside
+    assert "it needs a new process group, or a snapshot on disk (weights.catchUp.disk)" in outside
     both = group.model_copy(update={"places": [0, 1]})
     inside = ready(world([pod(0), pod(1)], written=written.model_copy(update={"joined": [both]})))[2]
     assert "waits for the trainer's next weight update" in inside
