@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -107,13 +109,22 @@ def test_a_wrong_value_is_refused(api: ControlPlane) -> None:
     assert "scop" in done.stderr
 
 
-def test_crd_follows_an_upgrade_and_outlives_the_release(api: ControlPlane) -> None:
+def printer_columns(api: ControlPlane, crd: str) -> list[dict[str, str]]:
+    return api.get("crd", crd)["spec"]["versions"][0].get("additionalPrinterColumns") or []
+
+
+def test_crd_follows_an_upgrade_and_outlives_the_release(api: ControlPlane, tmp_path: Path) -> None:
     name = "sglangrollouts.rollout.sglang.io"
+    older = tmp_path / "older"
+    shutil.copytree(CHART, older)
+    file = older / "files/crds/sglangrollouts.yaml"
+    definition = yaml.safe_load(file.read_text())
+    del definition["spec"]["versions"][0]["additionalPrinterColumns"]
+    file.write_text(yaml.safe_dump(definition))
     api.kubectl("delete", "crd", name, "--ignore-not-found")
-    helm(api, "install", "x", str(CHART), "-n", NAMESPACE)
-    patch = '[{"op": "replace", "path": "/spec/versions/0/additionalPrinterColumns", "value": []}]'
-    api.kubectl("patch", "crd", name, "--type=json", "-p", patch)
+    helm(api, "install", "x", str(older), "-n", NAMESPACE)
+    assert not printer_columns(api, name)
     helm(api, "upgrade", "x", str(CHART), "-n", NAMESPACE)
-    assert api.get("crd", name)["spec"]["versions"][0]["additionalPrinterColumns"], "the upgrade did not reach it"
+    assert printer_columns(api, name), "the upgrade did not reach it"
     helm(api, "uninstall", "x", "-n", NAMESPACE)
     assert api.get("crd", name)["metadata"]["name"] == name
