@@ -23,7 +23,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from sglang_rollout import cli
 from sglang_rollout.agent.app import make_metrics as make_agent_metrics
 from sglang_rollout.api.engine_flags import FLAGS, EngineFlags
-from sglang_rollout.api.flag_families import ENGINE_FAMILIES, ROUTER_FAMILIES, family_rows
+from sglang_rollout.api.flag_families import ENGINE_FAMILIES, ROUTER_FAMILIES, Family, family_rows
 from sglang_rollout.api.status import ConditionType, Reason
 from sglang_rollout.batches.memory import Budget
 from sglang_rollout.batches.metrics import make_metrics as make_batch_metrics
@@ -146,12 +146,22 @@ def engine_settings() -> str:
 
 
 def flag_families() -> str:
-    """Return the tables of the families of flags that an engine and the router take."""
-    header = ("family", "flags (… stands for more)", "reason for an entry in `acceptFlags`")
-    return "\n".join(
-        f"`{field}`:\n\n{table(header, family_rows(families))}"
-        for field, families in (("engine.args", ENGINE_FAMILIES), ("router.args", ROUTER_FAMILIES))
-    )
+    """Return the tables of the families of flags that an engine and the router take, and of those that need an entry."""
+    return "\n".join(family_tables("engine", ENGINE_FAMILIES) + family_tables("router", ROUTER_FAMILIES))
+
+
+def family_tables(block: str, families: Iterable[Family]) -> list[str]:
+    """Return the two tables of a block of the spec."""
+    rows = list(family_rows(families))
+    accepted = [(subject, flags) for subject, flags, risk in rows if not risk]
+    risky = [row for row in rows if row[2]]
+    return [
+        f"### Families of `{block}.args`\n",
+        "These need no entry. … stands for the rest of a name.\n",
+        table(("family", "flags"), accepted),
+        f"These need an entry in `{block}.acceptFlags`.\n",
+        table(("family", "flags", "reason"), risky),
+    ]
 
 
 # --- command line ------------------------------------------------------------------------------------------------------

@@ -125,7 +125,12 @@ def reference(schema: Schema) -> str:
             lines += _table(node)
             lines.append("")
     page = "\n".join(lines).rstrip() + "\n"
-    return re.sub(r"\bdocs/((?:[\w-]+/)*)([\w-]+)\.md", r"[\2](../\1\2.md)", page)
+    return re.sub(r"\bdocs/((?:[\w-]+/)*)([\w-]+)\.md", _link, page)
+
+
+def _link(page: re.Match[str]) -> str:
+    """Return a link to another page, with the words of its name."""
+    return f"[{page[2].replace('-', ' ')}](../{page[1]}{page[2]}.md)"
 
 
 def _objects(path: str, node: Schema) -> Iterator[tuple[str, Schema]]:
@@ -144,7 +149,7 @@ def _table(node: Schema) -> list[str]:
     for name, child in node.get("properties", {}).items():
         default = "**required**" if name in required else _default(child)
         rules = [] if "properties" in child else child.get(CEL, [])  # an object has a section for its rules
-        notes = [child.get("description", ""), _limits(child), *(rule["message"] for rule in rules), *_of_items(child)]
+        notes = [child.get("description", ""), _limits(child), *(_mark_code(rule["message"]) for rule in rules), *_of_items(child)]
         text = " ".join(note for note in notes if note).replace("|", "\\|")
         lines.append(f"| `{name}` | {_type(child)} | {default} | {text} |")
     found = _rules(node)
@@ -156,15 +161,40 @@ def _table(node: Schema) -> list[str]:
 def _of_items(node: Schema) -> Iterator[str]:
     """Yield the rules of a list's items, and the arguments that they refuse."""
     for rule in node.get("items", {}).get(CEL, []):
-        yield rule["message"]
+        yield _mark_code(rule["message"])
         if flags := re.findall(r"'(--[a-z-]+)'", rule["rule"]):
             yield f"Refused: {', '.join(f'`{flag}`' for flag in flags)}."
 
 
+_CODE = re.compile(
+    r"""
+    "[^"\s]*"                                            # a value in quotation marks
+    | --[a-z][\w-]*                                     # a flag
+    | [\w.-]+\.(?:io|com)/[\w.-]*                       # a label or annotation
+    | (?<![/-])\b[a-z]\w*(?:\.[a-zA-Z]\w*(?:\[\])?)+  # a path of fields, not of a page
+    | \b[a-z]+[A-Z]\w*                                  # a field in camelCase
+    | \b[a-z]+(?:_[a-z]+)+\b                            # a call
+    | \b[A-Z]+(?:_[A-Z]+)+\b                            # an environment variable
+    """,
+    re.VERBOSE,
+)
+"""Code in a rule's message, which is plain text because `kubectl` prints it."""
+
+
+def _mark_code(message: str) -> str:
+    """Return a rule's message with its fields, flags and variables as inline code."""
+    return _CODE.sub(lambda found: f"`{found[0]}`", message)
+
+
 def _rules(node: Schema) -> list[str]:
-    """Return the messages of an object's rules. Rules about a field and its flag become one line."""
-    messages = (re.sub(r"^engine\.\w+ and --[\w-]+ in", "A field and its flag in", rule["message"]) for rule in node.get(CEL, []))
+    """Return the messages of an object's rules. Rules about a field and its flag become one line; lists of flags become a link."""
+    messages = (_mark_code(_shorten(rule["message"])) for rule in node.get(CEL, []))
     return [f"- {message}" for message in dict.fromkeys(messages)]
+
+
+def _shorten(message: str) -> str:
+    message = re.sub(r"^engine\.\w+ and --[\w-]+ in", "A field and its flag in", message)
+    return re.sub(r"(of the family '[^']+') \([^)]*\)", r"\1 (docs/reference/engine-settings.md)", message)
 
 
 def _type(node: Schema) -> str:

@@ -221,10 +221,6 @@ def _one_of(name: str, beginnings: Iterable[str]) -> str:
 
 
 def family_rows(families: Iterable[Family]) -> Iterator[tuple[str, str, str]]:
-    """Yield subject, flags, and the need for an entry of each family, for the documentation."""
+    """Yield subject, flags, and risk of each family, for the documentation. The risk is empty for a family that needs no entry."""
     for family in families:
-        yield (
-            family.subject,
-            " ".join(f"`{flag}{'…' if flag.endswith('-') else ''}`" for flag in family.flags),
-            family.risk or "they need no entry",
-        )
+        yield family.subject, " ".join(f"`{flag}{'…' if flag.endswith('-') else ''}`" for flag in family.flags), family.risk
