@@ -8,6 +8,7 @@ exclude_patterns = ["_build", "_generated"]
 
 # Pages are Markdown. Headings get the anchors that a forge gives them, so links work on both.
 myst_heading_anchors = 4
+myst_enable_extensions = ["colon_fence"]  # :::{warning} … :::
 myst_links_external_new_tab = False
 highlight_language = "none"
 

@@ -149,8 +149,8 @@ def _table(node: Schema) -> list[str]:
     for name, child in node.get("properties", {}).items():
         default = "**required**" if name in required else _default(child)
         rules = [] if "properties" in child else child.get(CEL, [])  # an object has a section for its rules
-        notes = [child.get("description", ""), _limits(child), *(_mark_code(rule["message"]) for rule in rules), *_of_items(child)]
-        text = " ".join(note for note in notes if note).replace("|", "\\|")
+        notes = " ".join(note for note in (child.get("description", ""), _limits(child)) if note)
+        text = "<br>".join([notes, *(_mark_code(rule["message"]) for rule in rules), *_of_items(child)]).replace("|", "\\|")
         lines.append(f"| `{name}` | {_type(child)} | {default} | {text} |")
     found = _rules(node)
     if found:
