@@ -18,7 +18,7 @@ autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 autodoc_class_signature = "separated"
 default_role = "code"
-smartquotes = False  # they would turn the two hyphens of a flag into a dash
+smartquotes_action = "D"  # dashes between a parameter and its description, and no curly quotation marks
 napoleon_use_ivar = True
 
 html_theme = "furo"

@@ -184,7 +184,7 @@ def command_sections(command: click.Command, name: str) -> Iterator[str]:
     yield f"## {name}\n\n" + "\n\n".join(help_paragraph(text) for text in paragraphs) + "\n"
     records = [record for option in command.params if isinstance(option, click.Option) and (record := option.get_help_record(context))]
     if records:
-        yield table(("option", "meaning"), ((code(option.replace("|", " | ")), mark_flags(text)) for option, text in records))
+        yield table(("option", "meaning"), ((code(option.replace("|", " | ")), mark_code(text)) for option, text in records))
     if isinstance(command, click.Group):
         for child in command.list_commands(context):
             found = command.get_command(context, child)
@@ -195,12 +195,13 @@ def command_sections(command: click.Command, name: str) -> Iterator[str]:
 def help_paragraph(text: str) -> str:
     """Return a paragraph of a command's help as one line. click does not wrap a paragraph after the character BACKSPACE."""
     line = " ".join(text.removeprefix("\b").split())
-    return code(line) if text.startswith("\b") else mark_flags(line)
+    return code(line) if text.startswith("\b") else mark_code(line)
 
 
-def mark_flags(text: str) -> str:
-    """Return a text with its flags as inline code."""
-    return re.sub(r"(?<![\w`-])--[a-z][\w-]*", r"`\g<0>`", text)
+def mark_code(text: str) -> str:
+    """Return a text with its flags and environment variables as inline code, and its code as it is."""
+    found = re.compile(r"`[^`]*`|(?<![\w-])--(?:[a-z][\w-]*|(?= ))|\b[A-Z]+(?:_[A-Z]+)+\b")
+    return found.sub(lambda word: word[0] if word[0].startswith("`") else code(word[0]), text)
 
 
 PAGES: dict[str, Callable[[], str]] = {
