@@ -74,7 +74,7 @@ class Router(ApiModel):
     coordinator_resources: Resources = Resources()
     """CPU and memory of the container coordinator."""
     batches_resources: Resources = Resources()
-    """CPU and memory of the container batches, the batch server. Batches and their answers may take half of the memory limit."""
+    """CPU and memory of the container batches, the batch server. Batches and their answers may take a sixth of the memory limit."""
     args: list[RouterArgument] = Field(default_factory=list, max_length=64)
     """Further arguments of `smg`, one word per item."""
     accept_flags: list[AcceptedFlag] = Field(default_factory=list, max_length=MAX_ACCEPTED)

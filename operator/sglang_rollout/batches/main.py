@@ -71,11 +71,11 @@ async def _serve_until_signal(options: Options) -> None:
 @click.option("--coordinator-url", default=f"http://127.0.0.1:{COORDINATOR_PORT}", show_default=True, help="Base URL of the coordinator.")
 @click.option(
     "--memory",
-    type=click.IntRange(2**28),
+    type=click.IntRange(2**30),
     default=DEFAULT_LIMIT_BYTES,
     show_default=True,
     envvar=MEMORY_VARIABLE,
-    help="Memory limit of this process in bytes. Bodies and answers take at most half of it.",
+    help="Memory limit of this process in bytes. Bodies and answers take at most a sixth of it.",
 )
 @logging_options
 def command(log_level: str, log_format: str, **given: Any) -> None:

@@ -26,7 +26,7 @@ _DEFAULTS = {
     "front": _Defaults("100m", "128Mi", "2Gi"),
     "smg": _Defaults("250m", "256Mi", "8Gi"),
     "coordinator": _Defaults("100m", "128Mi", "1Gi"),
-    "batches": _Defaults("50m", "128Mi", "2Gi"),
+    "batches": _Defaults("50m", "128Mi", "6Gi"),
     "download": _Defaults("100m", "256Mi", "8Gi"),
     "prefetch": _Defaults("1m", "8Mi", "32Mi"),
 }

@@ -212,7 +212,7 @@ async def test_a_limited_number_of_prompts_of_a_batch_runs_at_a_time(lab: Lab, s
 
 async def test_bodies_beyond_the_budget_are_refused_for_now(lab: Lab, script: Script) -> None:
     await lab.end_batches()
-    await lab.start_batches(memory=8 * 2**20)
+    await lab.start_batches(memory=24 * 2**20)
     large = "x" * 2**20
     running = asyncio.create_task(lab.post("/generate", {"text": ["sleep 30"], "padding": large}))
     await lab.until("the first batch runs", lambda: _is(lambda: script.running == 1))
@@ -233,7 +233,7 @@ async def test_bodies_beyond_the_budget_are_refused_for_now(lab: Lab, script: Sc
 
 async def test_answers_beyond_the_budget_end_the_batch(lab: Lab) -> None:
     await lab.end_batches()
-    await lab.start_batches(memory=8 * 2**20)
+    await lab.start_batches(memory=24 * 2**20)
     status, _, body = await lab.post("/generate", {"text": ["x" * 1_450_000]})
     assert (status, "take all memory" in body["error"]["message"]) == (503, True)
 
