@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict
 from itertools import chain, repeat
@@ -29,6 +30,16 @@ Wake = Callable[[Key], None]
 Login = Callable[[], Awaitable[Credentials]]
 
 RELIST_RETRY_SECONDS = 5.0
+
+
+class Connection(kopf.ConnectionInfo):
+    """A connection of kopf that accepts the same certificates as our own client."""
+
+    def as_ssl_context(self) -> ssl.SSLContext:
+        """Return kopf's context without ``VERIFY_X509_STRICT``, which Python 3.13 sets by default."""
+        context = super().as_ssl_context()
+        context.verify_flags &= ~ssl.VERIFY_X509_STRICT
+        return context
 
 
 def build_registry(wake: Wake, login: Login) -> kopf.OperatorRegistry:
@@ -53,7 +64,7 @@ def build_registry(wake: Wake, login: Login) -> kopf.OperatorRegistry:
     async def on_login(**_: Any) -> kopf.ConnectionInfo:
         # Use the credentials of our own client, because kopf's search has another order and supports no exec plug-ins.
         # trust_env makes kopf use the proxies of the environment, as our own client does.
-        return kopf.ConnectionInfo(**asdict(await login()), trust_env=True)
+        return Connection(**asdict(await login()), trust_env=True)
 
     return registry
 

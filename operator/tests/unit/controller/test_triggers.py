@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import ssl
+from typing import Any
 
 import kopf
 import pytest
@@ -12,6 +14,7 @@ import pytest
 from sglang_rollout.controller.metrics import Key, Metrics
 from sglang_rollout.controller.render.names import LABEL_ROLLOUT
 from sglang_rollout.controller.triggers import (
+    Connection,
     OutageFilter,
     RetryDelays,
     build_registry,
@@ -53,6 +56,20 @@ def test_only_handlers_that_keep_no_state_are_registered() -> None:
     assert not registry._changing.get_all_handlers()
     assert not registry._spawning.get_all_handlers()
     assert not registry._indexing.get_all_handlers()
+
+
+def test_kopf_accepts_certificates_without_the_extensions_that_python_demands(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = ssl.create_default_context
+
+    def strict(*args: Any, **options: Any) -> ssl.SSLContext:
+        context = made(*args, **options)
+        context.verify_flags |= ssl.VERIFY_X509_STRICT  # the default of Python 3.13
+        return context
+
+    monkeypatch.setattr(ssl, "create_default_context", strict)
+    context = Connection(server="https://cluster").as_ssl_context()
+    assert context.verify_mode == ssl.CERT_REQUIRED
+    assert not context.verify_flags & ssl.VERIFY_X509_STRICT
 
 
 def test_kopf_selects_on_the_server_and_retries_forever() -> None:

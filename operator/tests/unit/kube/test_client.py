@@ -12,6 +12,7 @@ import pytest
 from aiohttp import web
 
 from sglang_rollout.kube.client import Kube
+from sglang_rollout.kube.credentials import load_configuration
 from sglang_rollout.kube.errors import ApiUnavailable, Conflict, Expired, KubeError, NoCredentials, NotFound, Refused
 from sglang_rollout.kube.resources import CONFIGMAPS, PODS, ROLLOUTS, STATEFULSETS
 from tests.unit.kube.support.scripted_api import ok, scripted, status, stream, write_kubeconfig
@@ -225,3 +226,10 @@ async def test_missing_credentials_are_reported_with_advice(tmp_path: Path, monk
     broken.write_text("{}")
     with pytest.raises(NoCredentials, match="cannot be used"):
         await Kube.connect(field_manager="t", kubeconfig=str(broken))
+
+
+async def test_certificates_without_the_extensions_that_python_demands_are_accepted(tmp_path: Path) -> None:
+    """Python 3.13 checks with ``VERIFY_X509_STRICT`` unless this option is set."""
+    configuration = await load_configuration(str(write_kubeconfig(tmp_path / "config", "http://127.0.0.1:1")))
+    assert configuration.verify_ssl
+    assert configuration.disable_strict_ssl_verification
