@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections.abc import Mapping
 from typing import Self
 
 import aiohttp
 
+log = logging.getLogger(__name__)
+
 MAX_CONNECTIONS = 1024
 """Requests of all batches at once; further requests wait here. Each request takes a connection to smg, and another from smg to a gate."""
 HOLD_SECONDS = 60.0
 """Longest wait of a request while smg restarts or no engine serves; the same as in the front and in smg."""
+NO_ENGINE = (
+    "No engine serves this request now: none holds the weights that the fleet has committed, or the router is restarting. "
+    "GET /fleet shows the state of each engine. Try again."
+)
 _CONNECT_SECONDS = 5.0
 _RETRY_SECONDS = 0.5
 _KEEPALIVE_SECONDS = 25.0
@@ -64,9 +71,10 @@ class GenerateClient:
         while True:
             try:
                 return await self._session.post(url, data=data, headers=headers)
-            except aiohttp.ClientConnectorError as error:
+            except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
                 if loop.time() >= end:
-                    raise UnreachableError(f"Nothing listens at {url}: {error.os_error.strerror or error.os_error}.") from None
+                    log.warning("%s cannot be reached: %s", url, error)
+                    raise UnreachableError(NO_ENGINE) from None
                 await asyncio.sleep(_RETRY_SECONDS)
             except (aiohttp.ClientError, OSError) as error:
                 raise ConnectionLostError(f"The connection to {url} broke before the answer ({type(error).__name__}).") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import signal
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -71,7 +72,7 @@ async def _serve_until_signal(options: Options) -> None:
 @click.option("--coordinator-url", default=f"http://127.0.0.1:{COORDINATOR_PORT}", show_default=True, help="Base URL of the coordinator.")
 @click.option(
     "--memory",
-    type=click.IntRange(2**30),
+    type=click.IntRange(min=1),
     default=DEFAULT_LIMIT_BYTES,
     show_default=True,
     envvar=MEMORY_VARIABLE,
@@ -81,4 +82,7 @@ async def _serve_until_signal(options: Options) -> None:
 def command(log_level: str, log_format: str, **given: Any) -> None:
     """Run the batch server: it splits batches, and forwards requests that smg would refuse or change to an engine."""
     configure_logging(log_level, log_format)
+    # Each connection is an open file, and many container runtimes start processes with a soft limit of 1024.
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     uvloop.run(_serve_until_signal(Options(**given)))

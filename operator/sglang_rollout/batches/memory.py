@@ -19,7 +19,7 @@ _WIDEST_CHARACTER = 4
 
 
 class TooLargeError(Exception):
-    """A body alone exceeds the budget, so a retry is useless."""
+    """One request alone exceeds the budget, so a retry is useless."""
 
 
 class ExhaustedError(Exception):
@@ -88,7 +88,17 @@ class Share:
         self._body = size
 
     def add_answer(self, size: int) -> None:
-        """Add the memory of an answer. Raises ExhaustedError."""
+        """Add the memory of an answer.
+
+        Raises:
+            TooLargeError: The answers to this request alone exceed the budget.
+            ExhaustedError: Other requests have taken the memory.
+        """
+        if self._body + self._answers + size > self._budget.total:
+            raise TooLargeError(
+                f"The answers to this batch need more than {self._budget.total >> 20} MiB of memory, which is the limit: "
+                "split the batch, or stream it."
+            )
         self._check(size, self._budget.total)
         self._budget.used += size
         self._answers += size

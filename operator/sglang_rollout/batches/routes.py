@@ -18,7 +18,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from sglang_rollout.batches.client import HOLD_SECONDS, ConnectionLostError, GenerateClient, UnreachableError
+from sglang_rollout.batches.client import HOLD_SECONDS, NO_ENGINE, ConnectionLostError, GenerateClient, UnreachableError
 from sglang_rollout.batches.memory import Budget, ExhaustedError, Share, TooLargeError, objects_bytes
 from sglang_rollout.batches.serving import ServingView
 from sglang_rollout.batches.split import Batch, BatchError, encode, find_mixed_token_ids, join, split
@@ -48,10 +48,6 @@ _HOP_HEADERS = frozenset(
 _RETRY_SECONDS = 0.25
 NO_WORKERS_SECONDS = 10.0
 """Longest wait for smg's first worker after its restart, which takes 0.1 s; its list is compared twice a second."""
-NO_ENGINE = (
-    "No engine serves this request now: none holds the weights that the fleet has committed, or the router is restarting. "
-    "GET /fleet shows the state of each engine. Try again."
-)
 
 
 @dataclass(frozen=True)
@@ -129,7 +125,8 @@ async def generate(request: web.Request) -> web.StreamResponse:
         bypass = should_bypass_smg(request.path, body)
         del body
         return await _forward_single(request, data, bypass=bypass)
-    request[SHARE].set_body(objects_bytes(data))
+    running = min(batch.size, MAX_RUNNING_PROMPTS)
+    request[SHARE].set_body(objects_bytes(data) + running * len(encode(batch.common)))  # each prompt is sent with the common fields
     del data, body
     if batch.stream:
         return await BatchStream(request, batch, lambda item: _send_item(request, item), MAX_RUNNING_PROMPTS).run()
@@ -238,7 +235,7 @@ async def _send_item(request: web.Request, item: dict[str, Any]) -> AsyncIterato
     data = encode(item)
     send = _ask_engine if should_bypass_smg(GENERATE, item) else _ask_smg
     loop = asyncio.get_running_loop()
-    end = loop.time() + NO_WORKERS_SECONDS
+    end = None
     while True:
         async with send(request, data) as reply:
             if reply.status == 200:
@@ -247,6 +244,7 @@ async def _send_item(request: web.Request, item: dict[str, Any]) -> AsyncIterato
             if reply.status != 404:
                 headers = {name: reply.headers[name] for name in ("Content-Type", "Retry-After") if name in reply.headers}
                 raise ItemError(reply.status, await _read_answer(reply), headers)
+        end = end or loop.time() + NO_WORKERS_SECONDS
         if loop.time() >= end:
             raise UnreachableError(NO_ENGINE)
         await asyncio.sleep(_RETRY_SECONDS)

@@ -118,6 +118,7 @@ async def get_held(request: web.Request) -> web.Response:
 async def get_serving(request: web.Request) -> web.Response:
     """Return what the batch server needs to know of the fleet."""
     parts = request.app[PARTS]
+    _committed(parts)  # a coordinator that has just started does not know engines and adapters yet
     fleet = parts.machine.fleet
     urls = (parts.wanted_engines.url(name) for name, engine in fleet.engines.items() if engine.serving)
     found = Serving(

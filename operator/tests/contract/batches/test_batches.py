@@ -235,7 +235,7 @@ async def test_answers_beyond_the_budget_end_the_batch(lab: Lab) -> None:
     await lab.end_batches()
     await lab.start_batches(memory=24 * 2**20)
     status, _, body = await lab.post("/generate", {"text": ["x" * 1_450_000]})
-    assert (status, "take all memory" in body["error"]["message"]) == (503, True)
+    assert (status, "split the batch, or stream it" in body["error"]["message"]) == (413, True)
 
 
 async def test_a_batch_continues_while_the_coordinator_is_away(lab: Lab) -> None:

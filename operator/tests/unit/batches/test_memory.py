@@ -69,5 +69,13 @@ def test_bodies_leave_memory_for_answers() -> None:
     with budget.share() as share:
         share.set_body(budget.bodies)
         share.add_answer(budget.total - budget.bodies)
-        with pytest.raises(ExhaustedError):
+        with pytest.raises(TooLargeError, match="split the batch"):
             share.add_answer(1)
+
+
+def test_answers_are_refused_for_now_if_other_requests_have_the_memory() -> None:
+    budget = Budget()
+    with budget.share() as first, budget.share() as second:
+        first.add_answer(budget.total - 10)
+        with pytest.raises(ExhaustedError, match="Try again"):
+            second.add_answer(11)
