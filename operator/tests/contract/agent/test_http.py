@@ -86,7 +86,7 @@ async def test_a_lower_term_is_refused_also_after_a_restart_of_the_agent(pod: Po
     assert "term 5" in old.reason
     await pod.agent.end()
     await pod.agent.start()
-    await until(pod.agent_answers, 10, "the agent is back")
+    await until(pod.agent_answers, 60, "the agent is back")
     assert (await pod.control(AGENT_SYNC, {"committed": None}, term=4)).status == 409
     assert (await pod.control(AGENT_SYNC, {"committed": None}, term=5)).status == 200
 
@@ -105,7 +105,7 @@ async def test_an_update_from_begin_to_commit(pod: Pod, stub: StubEngine) -> Non
 async def test_dirty_is_on_disk_and_the_gate_closed_before_the_engine_receives_the_call(pod: Pod, stub: StubEngine) -> None:
     stub.held["begin_weight_update"] = asyncio.Event()
     begin = asyncio.create_task(pod.control("/begin_weight_update"))
-    await until(lambda: _true("begin_weight_update" in stub.calls), 5, "the engine hears of begin")
+    await until(lambda: _true("begin_weight_update" in stub.calls), 60, "the engine hears of begin")
     record, _ = RecordFile(pod.folder / "agent").load()
     assert (record.state, record.pending) == (EngineState.DIRTY, "begin_weight_update")
     assert await pod.is_closed()
@@ -123,18 +123,18 @@ async def test_one_call_at_a_time_and_the_engine_continues_after_the_deadline(po
     assert (await pod.status()).gate_open  # joining a group changes no weights: sync and gate continue
     assert await pod.is_open()
     stub.held["init_weights_update_group"].set()
-    await until(lambda: _status(pod, "/pause_generation", 200), 5, "calls are taken again")
+    await until(lambda: _status(pod, "/pause_generation", 200), 60, "calls are taken again")
     assert (await pod.status()).groups == ["g"]
 
 
 async def test_a_caller_that_disconnects_does_not_stop_the_call(pod: Pod, stub: StubEngine) -> None:
     stub.held["pause_generation"] = asyncio.Event()
     call = asyncio.create_task(pod.control("/pause_generation"))
-    await until(lambda: _true("pause_generation" in stub.calls), 5, "the engine hears of the pause")
+    await until(lambda: _true("pause_generation" in stub.calls), 60, "the engine hears of the pause")
     call.cancel()
     assert (await pod.control("/flush_cache")).status == 409
     stub.held["pause_generation"].set()
-    await until(lambda: _status(pod, "/flush_cache", 200), 5, "calls are taken again")
+    await until(lambda: _status(pod, "/flush_cache", 200), 60, "calls are taken again")
     assert stub.calls == ["pause_generation", "flush_cache"]
 
 
@@ -176,14 +176,14 @@ async def test_a_fence_while_the_engine_is_stuck_answers_and_finishes_later(pod:
     await pod.control("/pause_generation")
     await pod.control("/begin_weight_update")
     stuck = asyncio.create_task(pod.control("/update_weights_from_distributed", {"group_name": "g"}))
-    await until(lambda: _true("update_weights_from_distributed" in stub.calls), 5, "the engine receives")
+    await until(lambda: _true("update_weights_from_distributed" in stub.calls), 60, "the engine receives")
     status = await pod.fence()
     assert status.session
     assert not status.gate_open
     assert (await pod.control("/begin_weight_update")).status == 409
     stub.held["update_weights_from_distributed"].set()
     assert (await stuck).status == 200
-    await until(lambda: _true(stub.calls[-1] == "continue_generation"), 10, "the fence is finished")
+    await until(lambda: _true(stub.calls[-1] == "continue_generation"), 60, "the fence is finished")
     assert "end_weight_update" in stub.calls
 
 
@@ -231,7 +231,7 @@ async def test_an_engine_without_sessions_is_updated(tmp_path: Path) -> None:
 
 async def test_an_engine_that_is_too_old_is_never_up_and_reports_why(tmp_path: Path) -> None:
     async with stub_engine() as stub, run_pod(tmp_path, stub.url) as pod:
-        await until(pod.engine_up, 10, "the agent sees the engine")
+        await until(pod.engine_up, 60, "the agent sees the engine")
         await stub.stop()
         stub.version = "0.5.19"
         await stub.start()
@@ -240,14 +240,14 @@ async def test_an_engine_that_is_too_old_is_never_up_and_reports_why(tmp_path: P
         async def is_reported() -> bool:
             return sentence in (await pod.status(BASE_WIRE)).message
 
-        await until(is_reported, 10, "the status has the reason")
+        await until(is_reported, 60, "the status has the reason")
         health = await pod.ask("GET", "/health")
         assert (health.status, sentence in health.reason) == (503, True)
         assert await pod.is_closed()
         await stub.stop()
         stub.version = "0.5.20.dev3+local"
         await stub.start()
-        await until(pod.engine_up, 10, "a build of the same release is taken")
+        await until(pod.engine_up, 60, "a build of the same release is taken")
 
 
 async def test_an_engine_that_restarts_in_place_is_closed_and_at_base(pod: Pod, stub: StubEngine) -> None:
@@ -257,7 +257,7 @@ async def test_an_engine_that_restarts_in_place_is_closed_and_at_base(pod: Pod, 
     await stub.stop()
     await stub.start()  # at once: no poll sees that it was away
     assert await until(pod.is_closed, 3, "the gate closes") < 1
-    await until(pod.engine_up, 5, "the agent sees the new engine")
+    await until(pod.engine_up, 60, "the agent sees the new engine")
     status = await pod.status()
     assert (status.state, status.version, status.gate_open) == (EngineState.CLEAN, BASE, False)
     assert status.boot_id != first
@@ -272,7 +272,7 @@ async def test_a_restarted_container_is_noticed_by_its_boot_file(tmp_path: Path)
         assert (await pod.status()).boot_id == "first"
         await pod.control("/begin_weight_update")
         pod.boot("second")  # the engine behind it may answer already
-        await until(lambda: _boot(pod, "second"), 5, "the new boot ID is noticed")
+        await until(lambda: _boot(pod, "second"), 60, "the new boot ID is noticed")
         status = await pod.status()
         assert (status.state, status.session) == (EngineState.CLEAN, False)
 
@@ -286,7 +286,7 @@ async def test_an_engine_paused_by_spec_drains_without_waiting_for_paused_reques
         assert (await pod.control("/pause_generation", {"mode": "retract"})).status == 200
         stub.running = 1
         (pod.boot_file.parent / "drain").touch()
-        await until(lambda: _true((pod.boot_file.parent / "drained").exists()), 10, "it is drained")
+        await until(lambda: _true((pod.boot_file.parent / "drained").exists()), 60, "it is drained")
 
 
 async def test_drain(tmp_path: Path) -> None:
@@ -297,15 +297,15 @@ async def test_drain(tmp_path: Path) -> None:
         stub.running = 1
         drain, drained = pod.boot_file.parent / "drain", pod.boot_file.parent / "drained"
         drain.touch()
-        await until(pod.is_closed, 3, "the gate closes")
+        await until(pod.is_closed, 60, "the gate closes")
         await asyncio.sleep(1)
         assert not drained.exists()
         stub.running = 0
-        await until(lambda: _true(drained.exists()), 3, "drained is written when nothing runs")
+        await until(lambda: _true(drained.exists()), 60, "drained is written when nothing runs")
         await asyncio.sleep(0.05)
         pod.boot("second")
-        await until(lambda: _true(not drain.exists() and not drained.exists()), 3, "a new engine is not drained")
-        await until(pod.is_open, 5, "it serves")
+        await until(lambda: _true(not drain.exists() and not drained.exists()), 60, "a new engine is not drained")
+        await until(pod.is_open, 60, "it serves")
 
 
 async def test_preflight_through_the_gate(pod: Pod) -> None:

@@ -72,7 +72,7 @@ async def test_a_snapshot_is_locked_from_the_check_to_the_end_of_loading(pod: Po
     assert late.status == 504
     assert not await removable(folder), "no caller waits for the answer, but the engine still loads"
     stub.held[LOAD].set()
-    await until(lambda: removable(folder), 10, "the snapshot may be removed once the engine has loaded it")
+    await until(lambda: removable(folder), 60, "the snapshot may be removed once the engine has loaded it")
 
 
 async def test_a_snapshot_that_cannot_be_loaded_is_not_locked(pod: Pod, model: Path, tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ async def test_a_request_that_would_end_sglang_does_not_reach_the_engine(
             async def refused() -> bool:
                 return (await fleet.ask("POST", path, body)).status == 400
 
-            await until(refused, 15, "smg has heard of an open gate")
+            await until(refused, 60, "smg has heard of an open gate")
             answer = await fleet.ask("POST", path, body)
         assert (answer.status, answer.body["error"].get("code")) == (400, code), answer
 

@@ -100,7 +100,7 @@ async def judge(servers: list[str], tmp_path: Path) -> AsyncIterator[CompleteFle
 async def test_a_colocated_judge_wakes_judges_and_sleeps(judge: CompleteFleet) -> None:
     answers = []
     for _ in range(2):
-        await until(lambda: refused_with(judge, RELEASED_TO_TRAINER), 10, "a data request is refused with the cause")
+        await until(lambda: refused_with(judge, RELEASED_TO_TRAINER), 60, "a data request is refused with the cause")
         assert (await judge.ask("GET", "/fleet/held")).status == 200, "the front sends data requests to the coordinator"
         await call(judge, "POST", "/resume_memory_occupation", TAGS)
         assert (await judge.document())["serving"] == 2, "the engines serve before the answer, because the adapter generates at once"

@@ -87,7 +87,7 @@ async def front(tmp_path: Path) -> AsyncIterator[Front]:
     try:
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as http:
             made = Front(f"http://127.0.0.1:{port}", smg, coordinator, batches, http, process)
-            await until(lambda: _answers(made), 15, "the front answers")
+            await until(lambda: _answers(made), 60, "the front answers")
             yield made
     finally:
         await process.end()
@@ -127,7 +127,7 @@ async def small_front(folder: Path) -> AsyncIterator[tuple[int, Callable[[str], 
                 except aiohttp.ClientError:
                     return False
 
-            await until(is_up, 15, "the front answers probes")
+            await until(is_up, 60, "the front answers probes")
             yield port, probe
     finally:
         await process.end()
@@ -190,7 +190,7 @@ async def test_a_body_that_never_ends_reaches_no_process(tmp_path: Path) -> None
                 except aiohttp.ClientError:
                     return False
 
-            await until(is_up, 15, "the front answers")
+            await until(is_up, 60, "the front answers")
         for path in ("/generate", "/fleet/run"):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(f"POST {path} HTTP/1.1\r\nHost: fleet\r\nContent-Length: 50\r\n\r\n{{".encode())
@@ -244,15 +244,15 @@ async def test_batch_server_answers_while_the_spec_pauses_the_fleet(front: Front
         return await asked() == "smg"
 
     front.coordinator.held = True
-    await until(held, 10, "the front has seen it")
+    await until(held, 60, "the front has seen it")
     for path in ("/v1/chat/completions", "/v1/completions"):
         assert (await front.ask(path))[1]["from"] == "batches"
     front.coordinator.held = False
-    await until(let_go, 10, "the front has seen it")
+    await until(let_go, 60, "the front has seen it")
     front.coordinator.held = True
-    await until(held, 10, "the front has seen it")
+    await until(held, 60, "the front has seen it")
     await front.coordinator.stop()
-    await until(let_go, 10, "a coordinator that is away holds nothing: the gates do")
+    await until(let_go, 60, "a coordinator that is away holds nothing: the gates do")
 
 
 async def test_restart_of_smg_delays_requests_only(front: Front) -> None:

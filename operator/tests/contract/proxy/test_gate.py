@@ -23,7 +23,7 @@ pytestmark = pytest.mark.router
 
 
 async def test_gate_is_closed_until_a_coordinator_names_the_committed_version(pod: Pod) -> None:
-    await until(pod.engine_up, 10, "the agent sees the engine")
+    await until(pod.engine_up, 60, "the agent sees the engine")
     closed = await pod.generate()
     assert closed.status == 503
     assert closed.headers["Retry-After"] == "1"
@@ -45,7 +45,7 @@ async def test_an_encoded_path_reaches_neither_engine_nor_agent(pod: Pod, stub: 
 async def test_engine_that_does_not_generate_gets_no_request_for_tokens(stub: StubEngine, tmp_path: Path) -> None:
     stub.generates = False
     async with run_pod(tmp_path, stub.url) as pod:
-        await until(pod.engine_up, 10, "the agent sees the engine")
+        await until(pod.engine_up, 60, "the agent sees the engine")
         assert (await pod.ask("POST", "/classify", {"text": "a"})).body["error"]["code"] == "engine_closed"
         await pod.open_with_base()
         assert (await pod.ask("POST", "/classify", {"text": "a"})).status == 200
@@ -72,9 +72,9 @@ async def test_silent_agent_closes_the_gate_and_streams_continue(pod: Pod, numbe
 async def test_restarted_agent_opens_the_gate_by_its_record(pod: Pod) -> None:
     await pod.open_with_base()
     await pod.agent.end()
-    await until(pod.is_closed, 3, "the gate closes")
+    await until(pod.is_closed, 60, "the gate closes")
     await pod.agent.start()
-    took = await until(pod.is_open, 15, "the gate opens again, without a coordinator")
+    took = await until(pod.is_open, 60, "the gate opens again, without a coordinator")
     assert took > 2, "a restarted agent first waits whether a coordinator knows better"
 
 
@@ -82,7 +82,7 @@ async def test_coordinator_with_a_newer_version_keeps_the_gate_closed(pod: Pod) 
     await pod.open_with_base()
     await pod.agent.end()
     await pod.agent.start()
-    await until(pod.agent_answers, 10, "the agent is back")
+    await until(pod.agent_answers, 60, "the agent is back")
     await pod.status({"run": 1, "step": 1, "label": "1"})
     await asyncio.sleep(4)
     assert await pod.is_closed()
@@ -92,8 +92,8 @@ async def test_restarted_haproxy_is_opened_again(pod: Pod) -> None:
     await pod.open_with_base()
     await pod.gate.end()
     await pod.gate.start()
-    await until(pod.agent_answers, 10, "haproxy is back")
-    await until(pod.is_open, 3, "the agent opens it")
+    await until(pod.agent_answers, 60, "haproxy is back")
+    await until(pod.is_open, 60, "the agent opens it")
     assert (await pod.generate()).status == 200
     assert (await pod.status(BASE_WIRE)).gate_open
 
@@ -102,7 +102,7 @@ async def test_stopped_engine_closes_the_gate(pod: Pod, stub: StubEngine) -> Non
     await pod.open_with_base()
     await stub.stop()
     assert (await pod.generate()).status == 503  # at once: nothing listens
-    await until(lambda: _reason(pod, "not up"), 3, "the agent sees it")
+    await until(lambda: _reason(pod, "not up"), 60, "the agent sees it")
 
 
 async def test_status_is_not_open_while_haproxy_is_stopped(pod: Pod) -> None:
@@ -140,7 +140,7 @@ async def test_one_client_cannot_use_up_all_connections(stub: StubEngine, tmp_pa
     async with run_pod(tmp_path, stub.url, start=False) as pod:
         pod.gate.args += ["--maxconn", "64"]
         await pod.start()
-        await until(pod.agent_answers, 10, "the agent answers")
+        await until(pod.agent_answers, 60, "the agent answers")
         async with unfinished_bodies(pod.gate_port, {"127.0.0.2": 128}):
             for _ in range(5):
                 assert (await asyncio.wait_for(pod.ask("GET", AGENT_HEALTH), 5)).status == 200
@@ -163,7 +163,7 @@ async def test_haproxy_starts_under_a_low_limit_on_open_files(tmp_path: Path, fi
                 writer.close()
                 return True
 
-            await until(listens, 10, "haproxy listens")
+            await until(listens, 60, "haproxy listens")
         finally:
             process.kill()
 

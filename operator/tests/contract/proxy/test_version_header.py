@@ -32,7 +32,7 @@ async def commit(pod: Pod, version: Version) -> None:
 
 
 async def test_answers_name_the_version_and_refusals_do_not(pod: Pod) -> None:
-    await until(pod.engine_up, 10, "the agent sees the engine")
+    await until(pod.engine_up, 60, "the agent sees the engine")
     assert await header(pod) is None
     await pod.open_with_base()
     assert await header(pod) == "base"
@@ -63,8 +63,8 @@ async def test_restarted_haproxy_gets_the_version_again(pod: Pod) -> None:
     await commit(pod, Version(run=1, step=1, label="one"))
     await pod.gate.end()
     await pod.gate.start()
-    await until(pod.agent_answers, 10, "haproxy is back")
-    await until(pod.is_open, 3, "the agent opens it")
+    await until(pod.agent_answers, 60, "haproxy is back")
+    await until(pod.is_open, 60, "the agent opens it")
     assert await header(pod) == "one"
 
 
@@ -74,9 +74,9 @@ async def test_restarted_agent_names_the_version_of_its_record(pod: Pod) -> None
     await commit(pod, version)
     await pod.agent.end()
     await pod.agent.start()
-    await until(pod.agent_answers, 10, "the agent is back")
+    await until(pod.agent_answers, 60, "the agent is back")
     await pod.status(version.model_dump())
-    await until(pod.is_open, 5, "the gate opens")
+    await until(pod.is_open, 60, "the gate opens")
     assert await header(pod) == "one"
 
 
@@ -93,7 +93,7 @@ async def test_gate_of_an_older_release_opens(stub: StubEngine, tmp_path: Path) 
             await pod.agent.start()
             await until(pod.agent_answers, 40, "the agent answers through the gate")
             await pod.status(BASE_WIRE)
-            await until(pod.is_open, 5, "the gate opens")
+            await until(pod.is_open, 60, "the gate opens")
             assert await header(pod) is None
         finally:
             haproxy.kill()

@@ -60,7 +60,7 @@ class CompleteFleet:
             answers.append(await self.ask("POST", "/generate", body, at))
             return answers[-1].status != 503 or at is not None
 
-        await until(answered, 15, "smg knows an open gate")
+        await until(answered, 60, "smg knows an open gate")
         assert answers[-1].status == 200, answers[-1]
         return dict(answers[-1].body)
 

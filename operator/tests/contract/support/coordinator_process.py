@@ -269,7 +269,7 @@ class Lab:
         status, _, body = await self.get("/fleet")
         return body if status == 200 else {}
 
-    async def until(self, what: str, check: Any, within: float = 10.0) -> None:
+    async def until(self, what: str, check: Any, within: float = 30.0) -> None:
         end = asyncio.get_running_loop().time() + within
         while True:
             try:
@@ -280,7 +280,7 @@ class Lab:
             assert asyncio.get_running_loop().time() < end, f"not within {within} s: {what}; {await self.document()}"
             await asyncio.sleep(0.05)
 
-    async def serving(self, number: int, within: float = 10.0) -> None:
+    async def serving(self, number: int, within: float = 30.0) -> None:
         async def check() -> bool:
             return (await self.document()).get("serving") == number
 
