@@ -10,6 +10,8 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -24,6 +26,8 @@ COMPARE_SECONDS = 0.5
 REQUEST_SECONDS = 5.0
 REPOST_SECONDS = 5.0
 """Seconds until a missing worker is posted again. A posted worker is listed only after smg has probed it."""
+KEEP_SECONDS = 5.0
+"""Seconds for which smg keeps an engine that does not serve any more. The gate of the engine is the fence."""
 CONFLICT = 409
 NOT_FOUND = 404
 
@@ -52,30 +56,35 @@ def plan_changes(wanted: frozenset[str], listed: dict[str, str], pending: frozen
 
 
 class WantedWorkers:
-    """Engines that smg should have: engines that serve, and engines that take part in the running update.
+    """Engines that smg should have: engines that serve or have just served, and engines that take part in the running update.
 
-    During an update their gates are closed, and requests wait at smg, which retries until a gate opens. While an operation runs no engine
-    is removed, because between a commit and the opening of the gates no engine serves.
+    A gate or an agent that answers late looks closed for a moment. Requests that reach a closed gate wait at smg, which retries until a
+    gate opens; without workers smg refuses them. While an operation runs no engine is removed, because between a commit and the opening
+    of the gates no engine serves.
     """
 
-    def __init__(self, url: Callable[[str], str | None]) -> None:
+    def __init__(self, url: Callable[[str], str | None], clock: Callable[[], float] = time.monotonic) -> None:
         self._url = url
-        self._before: frozenset[str] = frozenset()
+        self._clock = clock
+        self._last: dict[str, float] = {}
+        """When each engine last served or took part in an update."""
 
     def urls(self, machine: Machine | None) -> frozenset[str] | None:
         """Return the wanted base URLs; None if a new coordinator does not know them yet and must not change smg's list."""
         if machine is None or machine.fleet.committed is None:
             return None
         fleet = machine.fleet
+        if fleet.applied_state is not FleetState.ACTIVE:  # no gate opens, not even at the end of an update
+            self._last = {}
+            return frozenset()
+        now = self._clock()
         names = {name for name, engine in fleet.engines.items() if engine.serving}
-        if fleet.applied_state is not FleetState.ACTIVE:
-            names = set()  # no gate opens, not even at the end of an update
-        elif fleet.update is not None:
+        if fleet.update is not None:
             names |= set(fleet.update.boots)
-        if machine.changing and fleet.applied_state is FleetState.ACTIVE:
-            names |= {name for name in self._before if name in fleet.engines}
-        self._before = frozenset(names)
-        return frozenset(url for url in map(self._url, names) if url is not None)
+        self._last |= dict.fromkeys(names, now)
+        oldest = -math.inf if machine.changing else now - KEEP_SECONDS
+        self._last = {name: at for name, at in self._last.items() if name in fleet.engines and at >= oldest}
+        return frozenset(url for url in map(self._url, self._last) if url is not None)
 
 
 class SmgWorkers:

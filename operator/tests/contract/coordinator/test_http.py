@@ -343,6 +343,20 @@ async def test_reading_calls_do_not_wait_for_an_update(tmp_path: Path) -> None:
         running.cancel()
 
 
+async def test_engines_that_do_not_answer_for_a_moment_stay_routed(lab: Lab) -> None:
+    urls = {agent.url for agent in lab.agents}
+    await lab.until("routed", lambda: _all([set(lab.smg.workers.values()) == urls]))
+    lab.smg.seen.clear()
+    for agent in lab.agents:
+        agent.agent.up = False
+    await lab.serving(0)
+    await asyncio.sleep(0.6)
+    for agent in lab.agents:
+        agent.agent.up = True
+    await lab.serving(2)
+    assert all(seen == urls for seen in lab.smg.seen)
+
+
 async def test_an_engine_that_is_down_is_named(lab: Lab) -> None:
     lab.agents[1].agent.up = False
     await lab.serving(1)
