@@ -38,7 +38,7 @@ cluster-binaries: venv ## Build Kubernetes, etcd, CoreDNS and Helm (cached)
 	@$(LAB) binaries
 
 # --- checks ------------------------------------------------------------------------------------------------------------
-.PHONY: lint generate golden lock test test-all test-fast test-long test-neighbours chaos chaos-real chaos-cluster bench
+.PHONY: lint generate golden lock test test-all test-fast test-long test-newest test-neighbours chaos chaos-real chaos-cluster bench
 lint: venv ## ruff, mypy, import-linter, spelling, words, shellcheck, generated files
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -66,12 +66,17 @@ test-fast: venv ## Unit, property and golden tests: no root, no cluster, no engi
 test: ## All tests on a cluster made for them (CLUSTER=current: on yours)
 	@e2e/test.sh
 
-test-all: ## make test, then test-long, test-neighbours and the fault matrices
+test-all: ## make test, then test-long, test-newest, test-neighbours and the fault matrices
 	@e2e/test.sh
-	@$(MAKE) --no-print-directory test-long test-neighbours chaos chaos-real chaos-cluster
+	@$(MAKE) --no-print-directory test-long test-newest test-neighbours chaos chaos-real chaos-cluster
 
 test-long: venv engine-venv ## Tests that repeat with a real SGLang what shorter tests prove (3 minutes)
 	@$(BIN)/pytest -q operator/tests -m long
+
+test-newest: export KUBERNETES_VERSION := 1.37
+test-newest: venv ## Integration tests with the newest Kubernetes and Helm 4 (first build: 15 minutes)
+	@$(LAB) binaries > /dev/null
+	@$(BIN)/pytest -q -n 2 --dist loadgroup operator/tests -m controlplane
 
 test-neighbours: venv ## Cases with Kueue, on the lab cluster (first build: 5 minutes)
 	@$(BIN)/python -m e2e.neighbours.kueue

@@ -1,5 +1,6 @@
 """Command lines of the control plane's programs, shared by the lab cluster and the control plane without nodes."""
 
+import ipaddress
 import ssl
 import urllib.request
 from pathlib import Path
@@ -60,6 +61,8 @@ def api_server(binaries: Path, pki: Pki, address: str, port: int, etcd_port: int
         # Pods of a lost node are replaced after 10 s instead of 300 s: tests wait for it.
         "--default-not-ready-toleration-seconds=10",
         "--default-unreachable-toleration-seconds=10",
+        # Kubernetes 1.37 refuses to publish a loopback address as the endpoint of the Service `kubernetes`.
+        *(["--endpoint-reconciler-type=none"] if ipaddress.ip_address(address).is_loopback else []),
     ]
 
 
