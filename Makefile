@@ -86,7 +86,7 @@ test-neighbours: venv ## Cases with Kueue, on the lab cluster (first build: 5 mi
 chaos: venv engine-venv ## Fault matrix: kill each process in each phase of an update (20 minutes)
 	@$(BIN)/python -m e2e.chaos --out out/chaos.json
 
-chaos-real: venv engine-venv ## Fault matrix with two real SGLang engines on the CPU (45 minutes)
+chaos-real: venv engine-venv ## Fault matrix with two real SGLang engines on the CPU (20 minutes)
 	@$(BIN)/python -m e2e.chaos --real --out out/chaos-real.json
 
 chaos-cluster: venv engine-venv ## Fault matrix of API server, node and link, on two nodes (15 minutes)

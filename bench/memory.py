@@ -80,24 +80,23 @@ def unfinished_bodies(port: int, number: int, size: int) -> Iterator[None]:
         yield
 
 
-def front(folder: Path) -> int:
-    """Return the peak of a front whose connections all have unfinished bodies."""
+def proxy(folder: Path, *line: str, connections: int, size: int) -> int:
+    """Return the peak of a front or a gate whose connections all have unfinished bodies of ``size`` bytes."""
     port = free_port()
-    line = ["proxy", "front", "--listen", f"127.0.0.1:{port}", "--runtime-dir", str(folder / "front")]
-    with part(folder, *line) as process:
-        until("the front listens", lambda: listens(port))
-        with unfinished_bodies(port, FRONT_CONNECTIONS, FRONT_BYTES):
+    with part(folder, "proxy", *line, "--listen", f"127.0.0.1:{port}") as process:
+        until(f"the {line[0]} listens", lambda: listens(port))
+        with unfinished_bodies(port, connections, size):
             return peak_mib(process.pid)
+
+
+def front(folder: Path) -> int:
+    """Return the peak of a front."""
+    return proxy(folder, "front", "--runtime-dir", str(folder / "front"), connections=FRONT_CONNECTIONS, size=FRONT_BYTES)
 
 
 def gate(folder: Path) -> int:
-    """Return the peak of a gate whose connections all have unfinished bodies."""
-    port = free_port()
-    line = ["proxy", "gate", "--listen", f"127.0.0.1:{port}", "--socket", str(folder / "gate.sock")]
-    with part(folder, *line) as process:
-        until("the gate listens", lambda: listens(port))
-        with unfinished_bodies(port, GATE_CONNECTIONS, GATE_BYTES):
-            return peak_mib(process.pid)
+    """Return the peak of a closed gate."""
+    return proxy(folder, "gate", "--socket", str(folder / "gate.sock"), connections=GATE_CONNECTIONS, size=GATE_BYTES)
 
 
 async def post_all(url: str, bodies: Sequence[bytes], headers: dict[str, str] | None = None, seconds: float = 60.0) -> list[int]:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 from collections.abc import Mapping
 from typing import Self
 
 import aiohttp
-
-log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 1024
 """Requests of all batches at once; further requests wait here. Each request takes a connection to smg, and another from smg to a gate."""
@@ -58,7 +55,7 @@ class GenerateClient:
     async def post(self, url: str, data: bytes, headers: Mapping[str, str], *, hold: float = 0.0) -> aiohttp.ClientResponse:
         """Send a request and return the answer, whose body is not read yet.
 
-        Retry for ``hold`` seconds while nothing listens, because then the request was never sent.
+        Retry for ``hold`` seconds while no connection can be opened, because then the request was never sent.
 
         Raises:
             UnreachableError: Nothing accepted the request.
@@ -73,8 +70,7 @@ class GenerateClient:
                 return await self._session.post(url, data=data, headers=headers)
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
                 if loop.time() >= end:
-                    log.warning("%s cannot be reached: %s", url, error)
-                    raise UnreachableError(NO_ENGINE) from None
+                    raise UnreachableError(NO_ENGINE) from error
                 await asyncio.sleep(_RETRY_SECONDS)
             except (aiohttp.ClientError, OSError) as error:
                 raise ConnectionLostError(f"The connection to {url} broke before the answer ({type(error).__name__}).") from None

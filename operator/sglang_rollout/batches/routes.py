@@ -91,6 +91,8 @@ async def handle_errors(request: web.Request, handler: Handler) -> web.StreamRes
     except ItemError as error:
         return web.Response(status=error.status, body=error.body, headers=error.headers)
     except tuple(_STATUSES) as error:
+        if isinstance(error, UnreachableError) and error.__cause__ is not None:
+            log.warning("%s: %s", request.path, error.__cause__)
         return _refuse(_STATUSES[type(error)], str(error))
     except web.HTTPMethodNotAllowed as error:
         return _refuse(error.status, f"{request.method} {request.path}: use {' or '.join(sorted(error.allowed_methods - {'HEAD'}))}.")

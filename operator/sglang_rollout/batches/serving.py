@@ -64,4 +64,7 @@ class ServingView:
         self._read_at = began
         if problem != self._last_problem:
             self._last_problem = problem
-            log.warning("the coordinator does not answer: %s", problem) if problem else log.info("the coordinator answers again")
+            if problem:
+                log.warning("the coordinator does not answer: %s", problem)
+            else:
+                log.info("the coordinator answers again")

@@ -6,7 +6,7 @@ from sglang_rollout.wire import Message
 
 
 class Serving(Message):
-    """Engines that serve now."""
+    """What the fleet serves now."""
 
     held: str = ""
     """Why no engine may generate; empty if engines may."""

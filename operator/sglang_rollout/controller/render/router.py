@@ -153,7 +153,7 @@ def _coordinator(rollout: SGLangRollout, settings: Settings) -> Object:
 
 
 def _batches(rollout: SGLangRollout, settings: Settings) -> Object:
-    """Return the container of the batch server, without probes, because the kubelet cannot reach 127.0.0.1 of a pod.
+    """Return the container of the batch server, without probes: control calls and requests with one prompt do not need it.
 
     It has no credentials. A container of its own keeps a batch that takes all memory from ending the coordinator.
     """
