@@ -28,8 +28,9 @@ from sglang_rollout.agent.record import RecordFile
 from sglang_rollout.agent.update import Fence
 from sglang_rollout.agent.watchdog import HangWatch, SpecStateWatch, watch_drain
 from sglang_rollout.logs import configure_logging, logging_options
-from sglang_rollout.proxy.address import Address
-from sglang_rollout.proxy.cli import ADDRESS
+from sglang_rollout.proxy.address import Address, Endpoint
+from sglang_rollout.proxy.cli import ADDRESS, ENDPOINT
+from sglang_rollout.proxy.listen import listen as listen_at
 from sglang_rollout.wire import ports
 
 log = logging.getLogger("sglang_rollout.agent")
@@ -61,7 +62,7 @@ class Settings:
 
     name: str
     engine_url: str
-    listen: Address
+    listen: Endpoint
     gate_socket: Path
     state_dir: Path
     token: str
@@ -75,7 +76,13 @@ class Settings:
 @click.command(name="agent")
 @click.option("--name", required=True, help="Name of the engine.")
 @click.option("--engine-url", default=f"http://127.0.0.1:{ports.ENGINE_PORT}", show_default=True, help="The SGLang server.")
-@click.option("--listen", default=f"127.0.0.1:{ports.AGENT_PORT}", show_default=True, help="Address at which the gate finds this agent.")
+@click.option(
+    "--listen",
+    type=ENDPOINT,
+    default=f"127.0.0.1:{ports.AGENT_PORT}",
+    show_default=True,
+    help="Address where the gate finds this agent. The agent believes what the gate says about callers, so no other process may reach it.",
+)
 @click.option("--gate-socket", required=True, type=click.Path(path_type=Path), help="haproxy's stats socket.")
 @click.option(
     "--state-dir",
@@ -103,7 +110,7 @@ class Settings:
 @logging_options
 def command(
     *,
-    listen: str,
+    listen: Endpoint,
     token_file: Path,
     nodes: int,
     node_rank: int,
@@ -201,7 +208,7 @@ async def run_member_pod(settings: Settings, place: Place) -> None:
         await _serve(app, settings.listen, work, start)
 
 
-async def _serve(app: web.Application, listen: Address, work: list[Coroutine[Any, Any, None]], start: str) -> None:
+async def _serve(app: web.Application, listen: Endpoint, work: list[Coroutine[Any, Any, None]], start: str) -> None:
     """Serve ``app`` and run ``work`` until SIGTERM. Log ``start`` when the agent listens."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -210,7 +217,7 @@ async def _serve(app: web.Application, listen: Address, work: list[Coroutine[Any
     await runner.setup()
     tasks = [asyncio.create_task(loop) for loop in work]
     try:
-        await web.TCPSite(runner, listen.host, listen.port).start()
+        await listen_at(runner, listen)
         log.info("%s", start)
         await stop.wait()
     finally:

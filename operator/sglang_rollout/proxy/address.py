@@ -1,4 +1,4 @@
-"""Addresses ``host:port`` on the command line and in configurations. Pure."""
+"""Addresses on the command line and in configurations: ``host:port`` and ``unix@/path``, as haproxy writes them. Pure."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import re
 from dataclasses import dataclass
 from typing import Self
 
+UNIX_PREFIX = "unix@"
+_SOCKET_PATH = re.compile(r"/[A-Za-z0-9._/-]{1,99}")
+"""Linux limits the path to 107 bytes. Blanks and quotes would change the configuration."""
 _HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?\.?")
 
 
@@ -48,5 +51,46 @@ class Address:
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)  # noqa: S104 - recognised, not bound
         return f"http://{Address(host, self.port)}"
 
+    @property
+    def check_address(self) -> str:
+        """Arguments of haproxy's ``check`` that send checks here."""
+        return f"addr {f'[{self.host}]' if self.is_v6 else self.host} port {self.port}"
+
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if self.is_v6 else f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class UnixSocket:
+    """A Unix socket. Only processes that see its folder can connect, unlike a port of a network that containers share."""
+
+    path: str
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Parse ``unix@/path``.
+
+        Raises:
+            ValueError: The text is not the address of a Unix socket; the message is for people.
+        """
+        path = text.removeprefix(UNIX_PREFIX)
+        if not _SOCKET_PATH.fullmatch(path):
+            raise ValueError(f"{text!r} is not the address of a Unix socket: write {UNIX_PREFIX}/path, at most 100 plain characters")
+        return cls(path)
+
+    @property
+    def check_address(self) -> str:
+        """Arguments of haproxy's ``check`` that send checks here."""
+        return f"addr {self}"
+
+    def __str__(self) -> str:
+        return f"{UNIX_PREFIX}{self.path}"
+
+
+Endpoint = Address | UnixSocket
+"""Address of a process: a TCP address or a Unix socket."""
+
+
+def parse_endpoint(text: str) -> Endpoint:
+    """Parse ``host:port`` or ``unix@/path``. Raises ValueError as the two parsers do."""
+    return UnixSocket.parse(text) if text.startswith(UNIX_PREFIX) else Address.parse(text)

@@ -17,7 +17,7 @@ from typing import Any, NoReturn, TypeVar
 
 import click
 
-from sglang_rollout.proxy.address import Address
+from sglang_rollout.proxy.address import Address, Endpoint, UnixSocket, parse_endpoint
 from sglang_rollout.proxy.config import (
     FRONT_CONNECTIONS,
     GATE_CONNECTIONS,
@@ -56,7 +56,23 @@ class AddressType(click.ParamType[Address]):
             self.fail(str(error), param, ctx)
 
 
+class EndpointType(click.ParamType[Endpoint]):
+    """``host:port`` or ``unix@/path`` as a click parameter."""
+
+    name = "host:port|unix@/path"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> Endpoint:
+        """Parse an endpoint, or fail with the parser's message."""
+        if isinstance(value, Address | UnixSocket):
+            return value
+        try:
+            return parse_endpoint(str(value))
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
 ADDRESS = AddressType()
+ENDPOINT = EndpointType()
 
 
 def _address(flag: str, default: str, text: str) -> Callable[[_F], _F]:
@@ -93,7 +109,7 @@ def command() -> None:
 @command.command(short_help="In front of one engine (haproxy); closed until the agent opens it.")
 @_address("--listen", f"[::]:{ports.GATE_PORT}", "Address at which the engine is reached.")
 @_address("--engine", f"127.0.0.1:{ports.ENGINE_PORT}", "The SGLang server.")
-@_address("--agent", f"127.0.0.1:{ports.AGENT_PORT}", "The engine's agent.")
+@_address("--agent", f"127.0.0.1:{ports.AGENT_PORT}", "The engine's agent.", ENDPOINT)
 @click.option("--socket", required=True, metavar="PATH", help="haproxy's stats socket, through which the agent opens and closes the gate.")
 @_metrics_listen
 @_probes_listen
@@ -104,7 +120,7 @@ def gate(
     *,
     listen: Address,
     engine: Address,
-    agent: Address,
+    agent: Endpoint,
     socket: str,
     metrics_listen: Address | None,
     probes_listen: Address | None,
@@ -135,7 +151,7 @@ def gate(
 @command.command(short_help="The fleet's URL (haproxy): generation goes to smg, other calls to the coordinator.")
 @_address("--listen", f"[::]:{ports.FRONT_PORT}", "Address of the fleet's URL.")
 @_address("--smg", f"127.0.0.1:{ports.SMG_PORT}", "The SGLang router.")
-@_address("--coordinator", f"127.0.0.1:{ports.COORDINATOR_PORT}", "The coordinator.")
+@_address("--coordinator", f"127.0.0.1:{ports.COORDINATOR_PORT}", "The coordinator.", ENDPOINT)
 @_address("--batches", f"127.0.0.1:{ports.BATCHES_PORT}", "The batch server.")
 @_metrics_listen
 @_probes_listen
@@ -148,7 +164,7 @@ def front(
     *,
     listen: Address,
     smg: Address,
-    coordinator: Address,
+    coordinator: Endpoint,
     batches: Address,
     metrics_listen: Address | None,
     probes_listen: Address | None,

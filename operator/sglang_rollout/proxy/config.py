@@ -9,7 +9,7 @@ from importlib import resources
 
 import jinja2
 
-from sglang_rollout.proxy.address import Address
+from sglang_rollout.proxy.address import Address, Endpoint, UnixSocket
 from sglang_rollout.proxy.gate_map import (
     ADAPTERS_KEY,
     GENERATES_KEY,
@@ -112,7 +112,7 @@ class GateParams:
 
     listen: Address
     engine: Address
-    agent: Address
+    agent: Endpoint
     socket: str
     """Path of the stats socket, through which the agent opens and closes the gate."""
     maxconn: int = GATE_CONNECTIONS
@@ -122,13 +122,15 @@ class GateParams:
     """Address at which the kubelet's probes are answered; None: nowhere."""
 
 
+
+
 @dataclass(frozen=True, slots=True)
 class FrontParams:
     """Parameters of the front's configuration."""
 
     listen: Address
     smg: Address
-    coordinator: Address
+    coordinator: Endpoint
     batches: Address
     maxconn: int = FRONT_CONNECTIONS
     threads: int = 2
@@ -144,7 +146,7 @@ class _MetricsSource:
     """Process whose metrics haproxy forwards."""
 
     name: str
-    server: Address
+    server: Endpoint
     path: str
     """Path on the pod's metrics port."""
     remote_path: str
@@ -169,8 +171,6 @@ def gate_config(params: GateParams) -> str:
         bind=_bind(params.listen),
         engine=params.engine,
         agent=params.agent,
-        agent_host=_host(params.agent),
-        agent_port=params.agent.port,
         socket=params.socket,
         check_path=AGENT_GATE,
         version_map=version_map_path(params.socket),
@@ -209,8 +209,6 @@ def front_config(params: FrontParams) -> str:
         bind=_bind(params.listen),
         smg=params.smg,
         coordinator=params.coordinator,
-        coordinator_host=_host(params.coordinator),
-        coordinator_port=params.coordinator.port,
         batches=params.batches,
         batch_paths=" ".join(_BATCH_PATHS),
         direct_paths=" ".join(DIRECT_PATHS),

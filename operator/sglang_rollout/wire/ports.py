@@ -9,7 +9,7 @@ GATE_PORT = 30000
 ENGINE_PORT = 30001
 """``sglang.launch_server``, bound to 127.0.0.1 inside the engine pod."""
 AGENT_PORT = 30002
-"""The agent, bound to 127.0.0.1 inside the engine pod; reached through the gate."""
+"""The agent without Kubernetes. In an engine pod the agent listens on a Unix socket in a folder of gate and agent only."""
 RENDEZVOUS_PORT = 30100
 """Port of rank 0 at which the ranks of an engine of several pods meet (``--dist-init-addr``).
 

@@ -64,7 +64,7 @@ async def test_only_the_coordinator_may_call(pod: Pod, stub: StubEngine) -> None
 
 @pytest.mark.parametrize("credential", [b"Bearer \xff", b"Bearer s\xc3\xa9cret", b"\xff \xfe"])
 async def test_a_credential_that_is_no_ascii_text_is_refused(pod: Pod, credential: bytes) -> None:
-    reader, writer = await asyncio.open_connection("127.0.0.1", pod.agent_port)
+    reader, writer = await asyncio.open_unix_connection(pod.agent_socket)
     head = b"POST /pause_generation HTTP/1.1\r\nHost: e0\r\nConnection: close\r\nContent-Length: 0\r\nAuthorization: "
     writer.write(head + credential + b"\r\n\r\n")
     assert (await reader.readline()).startswith(b"HTTP/1.1 401 ")

@@ -18,7 +18,7 @@ from sglang_rollout.api.weights_spec import Deadlines, Weights
 from sglang_rollout.batches import main as batches
 from sglang_rollout.batches.memory import DEFAULT_LIMIT_BYTES
 from sglang_rollout.coordinator.main import Options, serve
-from sglang_rollout.proxy.address import Address
+from sglang_rollout.proxy.address import Address, Endpoint
 from sglang_rollout.sglang.api import DATA_PATHS
 from sglang_rollout.wire.ports import AGENT_CHECKPOINT, AGENT_PREFLIGHT, BATCHES_METRICS, TERM_HEADER
 from sglang_rollout.wire.reasons import RefusalCode

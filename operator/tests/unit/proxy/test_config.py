@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_rollout.proxy.address import Address
+from sglang_rollout.proxy.address import Address, UnixSocket
 from sglang_rollout.proxy.cli import find_haproxy
 from sglang_rollout.proxy.config import FrontParams, GateParams, fit_connections, front_config, gate_config, guard_text
 from sglang_rollout.proxy.gate_map import UNSET
