@@ -11,12 +11,13 @@ from pydantic import ValidationError
 
 from sglang_rollout.coordinator.update.events import Result
 from sglang_rollout.sglang.api import ControlCall
+from sglang_rollout.sglang.checksums import parse_checksums
 from sglang_rollout.wire.agent import AgentStatus, CheckpointReply, PreflightReply
-from sglang_rollout.wire.ports import AGENT_ACK, AGENT_CHECKPOINT, AGENT_FENCE, AGENT_PREFLIGHT, AGENT_RUN, AGENT_SYNC
+from sglang_rollout.wire.ports import AGENT_ACK, AGENT_CHECKPOINT, AGENT_FENCE, AGENT_PREFLIGHT, AGENT_RUN, AGENT_SIGNATURE, AGENT_SYNC
 
 MAX_MESSAGE_CHARACTERS = 2000
 REPLIES: Mapping[str, type[AgentStatus | PreflightReply | CheckpointReply]] = {
-    **dict.fromkeys((AGENT_SYNC, AGENT_RUN, AGENT_ACK, AGENT_FENCE), AgentStatus),
+    **dict.fromkeys((AGENT_SYNC, AGENT_RUN, AGENT_SIGNATURE, AGENT_ACK, AGENT_FENCE), AgentStatus),
     AGENT_PREFLIGHT: PreflightReply,
     AGENT_CHECKPOINT: CheckpointReply,
 }
@@ -62,13 +63,13 @@ def _reply_result(path: str, status: int, fields: Mapping[str, Any]) -> Result:
         return result
     names = None if reply.names is None else frozenset(reply.names)
     return replace(
-        result, digest=reply.digest, path=reply.path, names=names, compared=reply.compared, unchecked=tuple(reply.unchecked),
-        why_unchecked=reply.why_unchecked, shapes=reply.shapes,
+        result, digest=reply.digest, bytes=reply.bytes or None, path=reply.path, names=names, compared=reply.compared,
+        unchecked=tuple(reply.unchecked), why_unchecked=reply.why_unchecked, shapes=reply.shapes,
     )  # fmt: skip
 
 
 def _checksum_result(status: int, body: Any) -> Result:
-    checksums = _checksums(body)
+    checksums = parse_checksums(body)
     if checksums is None:
         return Result(ok=False, status=status, message="its answer holds no checksum of each rank.")
     return Result(ok=True, status=status, message=_message(body), checksums=checksums)

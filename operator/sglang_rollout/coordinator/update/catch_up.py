@@ -19,6 +19,7 @@ from sglang_rollout.coordinator.update.steps import CHECKPOINT_MARGIN_SECONDS, s
 from sglang_rollout.coordinator.update.verify import CHECKSUM, Checksums, checksums_of_holders
 from sglang_rollout.coordinator.update.versions import order_key
 from sglang_rollout.sglang.api import ControlCall
+from sglang_rollout.sglang.checksums import CHECKSUM, Checksums
 from sglang_rollout.wire.agent import AckRequest, CheckpointRequest
 from sglang_rollout.wire.ports import AGENT_ACK, AGENT_CHECKPOINT
 from sglang_rollout.wire.states import EngineState, FleetState, Version

@@ -15,6 +15,7 @@ from sglang_rollout.coordinator.update.requests import Answer, ReleaseMemory, Re
 from sglang_rollout.coordinator.update.steps import Results, failures, results_by_engine, same_body, send, sync, write
 from sglang_rollout.coordinator.update.verify import CHECKSUM, checksums_of_holders
 from sglang_rollout.sglang.api import MEMORY_TAGS, ControlCall, MemoryTag
+from sglang_rollout.sglang.checksums import CHECKSUM
 from sglang_rollout.wire.agent import AckRequest
 from sglang_rollout.wire.ports import AGENT_ACK
 from sglang_rollout.wire.reasons import RefusedError

@@ -23,16 +23,12 @@ from sglang_rollout.coordinator.update.requests import Body
 from sglang_rollout.coordinator.update.steps import CHECKPOINT_MARGIN_SECONDS, PATIENCE_SECONDS, Results, same_body, send, sync
 from sglang_rollout.coordinator.update.versions import AnnouncedTensors
 from sglang_rollout.sglang.api import ControlCall
+from sglang_rollout.sglang.checksums import CHECKSUM, Checksums, find_difference
 from sglang_rollout.wire.agent import CheckpointRequest
 from sglang_rollout.wire.ports import AGENT_CHECKPOINT
 from sglang_rollout.wire.states import BASE, EngineState, FleetMode, Version
 
 WAY_OUT = "push all of them in one update, or load a checkpoint with update_weights_from_disk"
-
-
-CHECKSUM = {"action": "checksum"}
-Checksums = tuple[str, ...]
-"""One checksum per rank, in rank order."""
 
 
 def announced_names(body: Body) -> frozenset[str]:
@@ -184,13 +180,8 @@ def _tensor_size(fleet: Fleet, name: str) -> int:
 def _find_unexpected(alike: Mapping[str, Checksums], right: Checksums) -> dict[str, str]:
     """Return the engines whose checksums differ from the trainer's, and why."""
     return {
-        name: f"holds other weights than the trainer says ({_first_pair(right, sums)})" for name, sums in alike.items() if sums != right
+        name: f"holds other weights than the trainer says ({find_difference(right, sums)})" for name, sums in alike.items() if sums != right
     }
-
-
-def _first_pair(right: Checksums, sums: Checksums) -> str:
-    pairs = ((rank, a, b) for rank, (a, b) in enumerate(zip(right, sums, strict=False)) if a != b)
-    return next((f"rank {rank} has {b}, not {a}" for rank, a, b in pairs), f"{len(sums)} ranks, not {len(right)}")
 
 
 def find_differing(alike: Mapping[str, Checksums]) -> dict[str, str]:
