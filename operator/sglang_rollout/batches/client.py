@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import socket
 from collections.abc import Mapping
 from typing import Self
 
 import aiohttp
 
-MAX_CONNECTIONS = 1024
-"""Requests of all batches at once; further requests wait here. Each request takes a connection to smg, and another from smg to a gate."""
+MAX_BATCH_PROMPTS = 1024
+"""Prompts of all batches that are sent at a time. Each takes a connection to smg, and another from smg to a gate.
+
+Other requests have no limit here, so that they never wait for a batch: the front limits the number of requests to the batch server.
+"""
 HOLD_SECONDS = 60.0
 """Longest wait of a request while smg restarts or no engine serves; the same as in the front and in smg."""
 NO_ENGINE = (
@@ -21,6 +25,9 @@ _CONNECT_SECONDS = 5.0
 _RETRY_SECONDS = 0.5
 _KEEPALIVE_SECONDS = 25.0
 """Shorter than smg's 90 s, so that smg never closes a connection that is about to be used."""
+_PROBE_SECONDS, _PROBES = 10, 3
+_LOST_SECONDS = 60
+"""Time until a connection breaks if the other node acknowledges nothing. Running requests have no other deadline."""
 
 
 class UnreachableError(Exception):
@@ -39,10 +46,12 @@ class GenerateClient:
         """Base URL of smg."""
         self.turns = itertools.count()
         """Round-robin counter for requests that go to an engine directly."""
+        self.batch_prompts = asyncio.Semaphore(MAX_BATCH_PROMPTS)
+        """Entered while a prompt of a batch is sent and answered. Prompts of all batches wait in one queue."""
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
-        connector = aiohttp.TCPConnector(limit=MAX_CONNECTIONS, keepalive_timeout=_KEEPALIVE_SECONDS)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS, socket_factory=open_socket)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS)
         # Answers are forwarded unchanged, so they are not decompressed here.
         self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
@@ -74,6 +83,8 @@ class GenerateClient:
                 await asyncio.sleep(_RETRY_SECONDS)
             except (aiohttp.ClientError, OSError) as error:
                 raise ConnectionLostError(f"The connection to {url} broke before the answer ({type(error).__name__}).") from None
+
+
 def open_socket(address: aiohttp.AddrInfoType) -> socket.socket:
     """Return a socket whose connection breaks within about a minute if the other node is lost.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import resource
 import signal
 from contextlib import AsyncExitStack
@@ -51,6 +52,7 @@ async def serve(options: Options) -> None:
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         await web.TCPSite(runner, options.listen.host, options.listen.port).start()
+        log.info("the batch server listens on %s; bodies and answers may take %d MiB of memory", options.listen, parts.budget.total >> 20)
         await asyncio.Event().wait()
 
 

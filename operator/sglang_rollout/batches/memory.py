@@ -1,12 +1,15 @@
-"""Memory that requests may take, counted in bytes. Pure.
+"""Memory that requests may take, counted in bytes. Does no I/O except for log lines.
 
 Python objects take up to 40 times the memory of their JSON text, so bodies are counted by an upper bound of the memory of their objects.
 """
 
 from __future__ import annotations
 
+import logging
 from types import TracebackType
 from typing import Self
+
+log = logging.getLogger(__name__)
 
 DEFAULT_LIMIT_BYTES = 6 * 2**30
 """Default memory limit of the process."""
@@ -49,10 +52,27 @@ class Budget:
         """Bytes that requests have taken."""
         self.refused = 0
         """Requests that were refused because the budget was exhausted."""
+        self._is_exhausted = False
+        """True from a refusal until half of the budget is free."""
 
     def share(self) -> Share:
         """Return the share of one request."""
         return Share(self)
+
+    def add(self, size: int) -> None:
+        """Add memory that a request has taken; a negative size gives memory back."""
+        self.used += size
+        if self.used <= self.total // 2:
+            self._is_exhausted = False
+
+    def count_refusal(self) -> None:
+        """Count a refused request, and log the first one."""
+        self.refused += 1
+        if not self._is_exhausted:
+            self._is_exhausted = True
+            log.warning(
+                "batches take %d MiB of %d MiB of memory: requests get 503 until some have ended", self.used >> 20, self.total >> 20
+            )
 
 
 class Share:
@@ -67,7 +87,7 @@ class Share:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self._budget.used -= self._body + self._answers
+        self._budget.add(-self._body - self._answers)
         self._body = self._answers = 0
 
     def set_body(self, size: int) -> None:
@@ -84,7 +104,7 @@ class Share:
             )
         if size > self._body:
             self._check(size - self._body, self._budget.bodies)
-        self._budget.used += size - self._body
+        self._budget.add(size - self._body)
         self._body = size
 
     def add_answer(self, size: int) -> None:
@@ -100,10 +120,10 @@ class Share:
                 "split the batch, or stream it."
             )
         self._check(size, self._budget.total)
-        self._budget.used += size
+        self._budget.add(size)
         self._answers += size
 
     def _check(self, size: int, limit: int) -> None:
         if self._budget.used + size > limit:
-            self._budget.refused += 1
+            self._budget.count_refusal()
             raise ExhaustedError("The batches in progress take all memory of the batch server. Try again when some have ended.")

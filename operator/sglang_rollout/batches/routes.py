@@ -22,7 +22,7 @@ from sglang_rollout.batches.client import HOLD_SECONDS, NO_ENGINE, ConnectionLos
 from sglang_rollout.batches.memory import Budget, ExhaustedError, Share, TooLargeError, objects_bytes
 from sglang_rollout.batches.serving import ServingView
 from sglang_rollout.batches.split import Batch, BatchError, encode, find_mixed_token_ids, join, split
-from sglang_rollout.batches.streams import BatchStream, run_bounded
+from sglang_rollout.batches.streams import BatchStream, Send, run_bounded
 from sglang_rollout.sglang.api import CHAT_COMPLETIONS, COMPLETIONS, DIRECT_PATHS, GENERATE
 from sglang_rollout.sglang.smg_limits import should_bypass_smg
 from sglang_rollout.wire.ports import VERSION_HEADER
@@ -45,6 +45,8 @@ _HOP_HEADERS = frozenset(
     | {"host", "content-length", "expect", "accept-encoding", "content-type"}
 )
 """Headers that belong to one connection or one body, not to the request."""
+_BLOCK_BYTES = 2**18
+"""Size from which a part of an answer is written."""
 _RETRY_SECONDS = 0.25
 NO_WORKERS_SECONDS = 10.0
 """Longest wait for smg's first worker after its restart, which takes 0.1 s; its list is compared twice a second."""
@@ -127,12 +129,21 @@ async def generate(request: web.Request) -> web.StreamResponse:
         bypass = should_bypass_smg(request.path, body)
         del body
         return await _forward_single(request, data, bypass=bypass)
-    running = min(batch.size, MAX_RUNNING_PROMPTS)
-    request[SHARE].set_body(objects_bytes(data) + running * len(encode(batch.common)))  # each prompt is sent with the common fields
+    common = min(batch.size, MAX_RUNNING_PROMPTS) * len(encode(batch.common))  # each prompt is sent with the common fields
+    request[SHARE].set_body(objects_bytes(data) + common)
+    sent = len(data) + common
     del data, body
+
+    def send(place: int) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        item = batch.item(place)
+        if place == batch.size - 1:  # prompts are sent in order, so the fields are no longer needed
+            batch.drop_fields()
+            request[SHARE].set_body(sent)
+        return _send_item(request, item)
+
     if batch.stream:
-        return await BatchStream(request, batch, lambda item: _send_item(request, item), MAX_RUNNING_PROMPTS).run()
-    return await _answer_batch(request, batch)
+        return await BatchStream(request, batch.size, batch.samples, send, MAX_RUNNING_PROMPTS).run()
+    return await _answer_batch(request, batch.size, send)
 
 
 @_while_serving
@@ -204,52 +215,66 @@ async def _forward_single(request: web.Request, data: bytes, *, bypass: bool) ->
         return await _copy_answer(request, reply)
 
 
-async def _answer_batch(request: web.Request, batch: Batch) -> web.StreamResponse:
+async def _answer_batch(request: web.Request, size: int, send: Send) -> web.StreamResponse:
     """Return all answers in one list. The first failed item cancels the other items."""
-    answers = [b""] * batch.size
-    versions: list[str | None] = [None] * batch.size
+    answers = [b""] * size
+    versions: list[str | None] = [None] * size
 
     async def answer(place: int) -> None:
-        async with _send_item(request, batch.item(place)) as reply:
-            answers[place] = await _read_answer(reply)
+        async with send(place) as reply:
+            answers[place] = await _read_answer(request, reply)
             versions[place] = reply.headers.get(VERSION_HEADER)
-        request[SHARE].add_answer(2 * len(answers[place]))  # the list of all answers is a copy
 
-    async with run_bounded(batch.size, answer, MAX_RUNNING_PROMPTS) as tasks:
+    async with run_bounded(size, answer, MAX_RUNNING_PROMPTS) as tasks:
         await asyncio.gather(*tasks)
+    request[SHARE].set_body(0)
     found = [version for version in dict.fromkeys(versions) if version]
-    headers = {VERSION_HEADER: ", ".join(found)} if found else {}
-    joined = join(answers)
-    # Sent here and not by the server, so that the memory counts until the client has read the answer.
-    response = web.StreamResponse(headers={**headers, "Content-Type": _JSON, "Content-Length": str(len(joined))})
+    return await _write_list(request, answers, {VERSION_HEADER: ", ".join(found)} if found else {})
+
+
+async def _write_list(request: web.Request, answers: Sequence[bytes], headers: Mapping[str, str]) -> web.StreamResponse:
+    """Write the answers as one list in blocks, so that no second copy of all answers takes memory.
+
+    Written here and not by the server, so that the memory counts until the client has read the answer.
+    """
+    length = sum(len(part) for part in join(answers))
+    response = web.StreamResponse(headers={**headers, "Content-Type": _JSON, "Content-Length": str(length)})
     await response.prepare(request)
-    await response.write(joined)
+    block = bytearray()
+    for part in join(answers):
+        block += part
+        if len(block) >= _BLOCK_BYTES:
+            await response.write(block)
+            block = bytearray()  # the connection may still hold the written one
+    await response.write(block)
     await response.write_eof()
     return response
 
 
 @asynccontextmanager
-async def _send_item(request: web.Request, item: dict[str, Any]) -> AsyncIterator[aiohttp.ClientResponse]:
+async def _send_item(request: web.Request, item: Item) -> AsyncIterator[aiohttp.ClientResponse]:
     """Yield the answer 200 to one item of a batch. Raise ItemError for any other answer.
 
     A 404 comes from an smg that has just started and has no workers yet. It is retried, so that the batch is not lost.
     """
     data = encode(item)
     send = _ask_engine if should_bypass_smg(GENERATE, item) else _ask_smg
+    del item
     loop = asyncio.get_running_loop()
     end = None
-    while True:
-        async with send(request, data) as reply:
-            if reply.status == 200:
-                yield reply
-                return
-            if reply.status != 404:
-                headers = {name: reply.headers[name] for name in ("Content-Type", "Retry-After") if name in reply.headers}
-                raise ItemError(reply.status, await _read_answer(reply), headers)
-        end = end or loop.time() + NO_WORKERS_SECONDS
-        if loop.time() >= end:
-            raise UnreachableError(NO_ENGINE)
-        await asyncio.sleep(_RETRY_SECONDS)
+    async with request.app[PARTS].client.batch_prompts:
+        while True:
+            async with send(request, data) as reply:
+                if reply.status == 200:
+                    yield reply
+                    return
+                if reply.status != 404:
+                    headers = {name: reply.headers[name] for name in _KEPT_HEADERS if name in reply.headers}
+                    raise ItemError(reply.status, await _read_answer(request, reply), headers)
+            end = end or loop.time() + NO_WORKERS_SECONDS
+            if loop.time() >= end:
+                raise UnreachableError(NO_ENGINE)
+            await asyncio.sleep(_RETRY_SECONDS)
 
 
 @asynccontextmanager
@@ -314,11 +339,16 @@ async def _copy_answer(request: web.Request, reply: aiohttp.ClientResponse) -> w
     return answer
 
 
-async def _read_answer(reply: aiohttp.ClientResponse) -> bytes:
+async def _read_answer(request: web.Request, reply: aiohttp.ClientResponse) -> bytes:
+    """Return an answer. Its parts count as memory as they arrive, because one answer may hold many samples."""
+    parts = []
     try:
-        return await reply.read()
+        async for part in reply.content.iter_any():
+            request[SHARE].add_answer(len(part))
+            parts.append(part)
     except (aiohttp.ClientError, OSError) as error:
         raise ConnectionLostError(f"The engine broke the connection in the middle of an answer ({type(error).__name__}).") from None
+    return b"".join(parts)
 
 
 async def _read_body(request: web.Request) -> bytes:

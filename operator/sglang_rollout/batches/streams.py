@@ -12,7 +12,7 @@ import aiohttp
 from aiohttp import web
 
 from sglang_rollout.batches.client import ConnectionLostError
-from sglang_rollout.batches.split import Batch, Item, add_index
+from sglang_rollout.batches.split import add_index
 from sglang_rollout.wire.ports import VERSION_HEADER
 
 _WAITING_EVENTS = 256
@@ -20,17 +20,18 @@ _WAITING_EVENTS = 256
 _KEEPALIVE_SECONDS = 15.0
 _DONE = b"[DONE]"
 
-Open = Callable[[Item], AbstractAsyncContextManager[aiohttp.ClientResponse]]
-"""Sends one item of a batch and yields the answer."""
+Send = Callable[[int], AbstractAsyncContextManager[aiohttp.ClientResponse]]
+"""Sends the item of a batch with this number and yields the answer."""
 
 
 class BatchStream:
     """The streamed answer to one batch. A failure before the first event is raised, so that it gets its own HTTP status."""
 
-    def __init__(self, request: web.Request, batch: Batch, opened: Open, most_running: int) -> None:
+    def __init__(self, request: web.Request, size: int, samples: int, send: Send, most_running: int) -> None:
         self._request = request
-        self._batch = batch
-        self._open = opened
+        self._size = size
+        self._samples = samples
+        self._send_item = send
         self._most_running = most_running
         self._events: asyncio.Queue[bytes | BaseException | None] = asyncio.Queue(_WAITING_EVENTS)
         self._versions: dict[str, None] = {}
@@ -38,12 +39,12 @@ class BatchStream:
 
     async def run(self) -> web.StreamResponse:
         """Forward events until all items have ended, an item has failed, or the client has disconnected."""
-        async with run_bounded(self._batch.size, self._follow, self._most_running):
-            return await self._write(self._batch.size)
+        async with run_bounded(self._size, self._follow, self._most_running):
+            return await self._write(self._size)
 
     async def _follow(self, place: int) -> None:
         try:
-            async with self._open(self._batch.item(place)) as reply:
+            async with self._send_item(place) as reply:
                 version = reply.headers.get(VERSION_HEADER)
                 if version:
                     self._versions[version] = None
@@ -51,7 +52,7 @@ class BatchStream:
                     if event == _DONE:
                         await self._events.put(None)
                         return
-                    await self._events.put(add_index(event, place, self._batch.samples))
+                    await self._events.put(add_index(event, place, self._samples))
                 raise ConnectionLostError("The engine ended a stream before its end.")
         except (aiohttp.ClientError, OSError) as error:
             await self._events.put(

@@ -81,7 +81,7 @@ def script() -> Script:
 
 @pytest.fixture
 async def lab(tmp_path: Path, script: Script, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Lab]:
-    monkeypatch.setattr(client, "MAX_CONNECTIONS", 8)
+    monkeypatch.setattr(client, "MAX_BATCH_PROMPTS", 8)
     async with fleet_lab(tmp_path) as made:
         made.smg.answer_tokens = script
         yield made
@@ -183,10 +183,10 @@ async def test_other_bodies_are_forwarded_unchanged(lab: Lab, script: Script) ->
         return web.Response(body=b"as it is", status=418, headers={"X-Kept": "yes", "Content-Type": "text/plain"})
 
     lab.smg.answer_tokens = raw
-    for data in (b'{"text" : "one"}', b"no json", b"[1]"):
-        async with lab.session.post(lab.url_of("/generate"), data=data) as reply:
-            assert (reply.status, await reply.read(), reply.headers["X-Kept"]) == (418, b"as it is", "yes")
-        assert seen[-1] == data
+    data = b'{"text" : "one"}'
+    async with lab.session.post(lab.url_of("/generate"), data=data) as reply:
+        assert (reply.status, await reply.read(), reply.headers["X-Kept"]) == (418, b"as it is", "yes")
+    assert seen == [data]
     lab.smg.answer_tokens = script
     status, events = await stream(lab, {"text": "one"})
     assert (status, len(events), events[-1]) == (200, 4, "DONE")
@@ -234,8 +234,27 @@ async def test_bodies_beyond_the_budget_are_refused_for_now(lab: Lab, script: Sc
 async def test_answers_beyond_the_budget_end_the_batch(lab: Lab) -> None:
     await lab.end_batches()
     await lab.start_batches(memory=24 * 2**20)
-    status, _, body = await lab.post("/generate", {"text": ["x" * 1_450_000]})
+    long = "x" * 1_450_000
+    status, _, body = await lab.post("/generate", {"text": [long], "sampling_params": {"n": 3}})
     assert (status, "split the batch, or stream it" in body["error"]["message"]) == (413, True)
+    status, _, found = await lab.post("/generate", {"text": [long]})
+    assert (status, found[0]["text"]) == (200, f"<{long}>"), "an answer counts once"
+
+
+async def test_the_objects_of_a_body_count_until_its_last_prompt_is_sent(lab: Lab, script: Script) -> None:
+    other: list[dict[str, str]] = [{}] * 2**14
+    running = asyncio.create_task(lab.post("/generate", {"text": ["sleep 30"], "other": other}))
+    await lab.until("the prompt runs", lambda: _is(lambda: script.running == 1))
+    line = next(line for line in (await lab.metrics_of_batches()).splitlines() if line.startswith("sglang_rollout_batches_memory_bytes "))
+    assert 0 < float(line.split()[1]) < 10 * len(json.dumps(other)), "only the request counts"
+    running.cancel()
+
+
+async def test_a_long_list_of_answers_arrives_whole(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes, "_BLOCK_BYTES", 64)
+    prompts = [f"{number} " + "x" * (number % 100) for number in range(200)]
+    status, _, found = await lab.post("/generate", {"text": prompts, "sampling_params": {"n": 2}})
+    assert (status, [sample["text"] for sample in found]) == (200, [f"<{text}>" for text in prompts for _ in range(2)])
 
 
 async def test_a_batch_continues_while_the_coordinator_is_away(lab: Lab) -> None:

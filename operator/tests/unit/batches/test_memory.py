@@ -64,6 +64,22 @@ def test_a_body_is_refused_forever_if_it_alone_is_too_large_and_for_now_if_other
         assert (budget.used, budget.refused) == (budget.bodies, 1)
 
 
+def test_the_first_refusal_is_logged_until_half_of_the_budget_is_free(caplog: pytest.LogCaptureFixture) -> None:
+    budget = Budget(60 * 2**20)
+    with budget.share() as refused:
+        for _ in range(2):
+            with budget.share() as first:
+                first.add_answer(budget.total)
+                for _ in range(3):
+                    with pytest.raises(ExhaustedError):
+                        refused.set_body(1)
+                first.set_body(0)
+    assert [record.getMessage() for record in caplog.records] == [
+        "batches take 10 MiB of 10 MiB of memory: requests get 503 until some have ended"
+    ] * 2
+    assert budget.refused == 6
+
+
 def test_bodies_leave_memory_for_answers() -> None:
     budget = Budget()
     with budget.share() as share:
