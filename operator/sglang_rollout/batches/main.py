@@ -22,8 +22,10 @@ from sglang_rollout.batches.routes import MAX_BODY_BYTES, PARTS, Parts, handle_e
 from sglang_rollout.batches.serving import ServingView
 from sglang_rollout.logs import configure_logging, logging_options
 from sglang_rollout.proxy.address import Address
-from sglang_rollout.proxy.cli import ADDRESS
-from sglang_rollout.wire.ports import BATCHES_METRICS, BATCHES_PORT, COORDINATOR_PORT, MEMORY_VARIABLE, SMG_PORT
+from sglang_rollout.proxy.cli import ADDRESS, limits_option
+from sglang_rollout.wire.ports import BATCHES_HEALTH, BATCHES_METRICS, BATCHES_PORT, COORDINATOR_PORT, MEMORY_VARIABLE, SMG_PORT
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,11 @@ class Options:
     """Time for running batches to end after SIGTERM; the same as smg's."""
 
 
+async def health(request: web.Request) -> web.Response:
+    """Return 200: the batch server runs. The answer says nothing about engines."""
+    return web.json_response({"status": "ok"})
+
+
 async def serve(options: Options) -> None:
     """Serve batches until the task is cancelled."""
     async with AsyncExitStack() as stack:
@@ -47,7 +54,8 @@ async def serve(options: Options) -> None:
         parts = Parts(client, view, Budget(options.memory))
         app = web.Application(middlewares=[handle_errors], client_max_size=MAX_BODY_BYTES)
         app[PARTS] = parts
-        app.add_routes([*routes, web.get(BATCHES_METRICS, make_aiohttp_handler(make_metrics(parts.budget)))])
+        metrics = make_aiohttp_handler(make_metrics(parts.budget))
+        app.add_routes([*routes, web.get(BATCHES_HEALTH, health), web.get(BATCHES_METRICS, metrics)])
         runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=options.shutdown_seconds)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)

@@ -222,7 +222,7 @@ def front_config(params: FrontParams) -> str:
         held_path=FLEET_HELD,
         threads=params.threads,
         front_health=ports.FRONT_HEALTH,
-        probes=_probes(params.probes, ports.FRONT_HEALTH, "coordinator", ports.FLEET_HEALTH),
+        probes=_probes(params.probes, ports.FRONT_HEALTH, {ports.FLEET_HEALTH: "coordinator", ports.BATCHES_HEALTH: "batches"}),
         metrics=_metrics(
             params.metrics,
             ports.METRICS_FRONT,
@@ -250,8 +250,8 @@ def _metrics(listen: Address | None, own_path: str, *sources: _MetricsSource) ->
     }
 
 
-def _probes(listen: Address | None, own_path: str, backend: str, *paths: str) -> dict[str, object] | None:
-    """Return the values of the probes' frontend; None: there is none. haproxy answers ``own_path`` itself."""
+def _probes(listen: Address | None, own_path: str, backends: Mapping[str, str]) -> dict[str, object] | None:
+    """Return the values of the probes' frontend; None: there is none. haproxy answers ``own_path`` itself, ``backends`` further paths."""
     if listen is None:
         return None
     return {
@@ -259,9 +259,10 @@ def _probes(listen: Address | None, own_path: str, backend: str, *paths: str) ->
         "connections": _PROBE_CONNECTIONS,
         "per_address": _PROBES_PER_ADDRESS,
         "own_path": own_path,
-        "backend": backend,
-        "paths": paths,
-        "unknown": _body("not_found", f"This port serves probes only: GET {', '.join((own_path, *paths))}.", kind="invalid_request_error"),
+        "backends": backends,
+        "unknown": _body(
+            "not_found", f"This port serves probes only: GET {', '.join((own_path, *backends))}.", kind="invalid_request_error"
+        ),
         "only_get": _body(*_ONLY_PROBES, kind="invalid_request_error"),
     }
 

@@ -88,5 +88,6 @@ FLEET_HELD = "/fleet/held"  # GET 200: an interruption keeps all engines from se
 FLEET_SERVING = "/fleet/serving"  # GET Serving: what the batch server needs to know of the fleet
 FLEET_METRICS = "/fleet/metrics"  # GET Prometheus text
 
-# Path of the batch server beside SGLang's data paths.
+# Paths of the batch server beside SGLang's data paths.
+BATCHES_HEALTH = "/batches/health"  # GET 200: the batch server runs (liveness)
 BATCHES_METRICS = "/batches/metrics"  # GET Prometheus text

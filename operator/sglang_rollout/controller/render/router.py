@@ -10,6 +10,7 @@ from sglang_rollout.controller.render.overlay import merge
 from sglang_rollout.controller.render.placement import router_placement
 from sglang_rollout.controller.render.resources import own_resources
 from sglang_rollout.wire.ports import (
+    BATCHES_HEALTH,
     BATCHES_PORT,
     COORDINATOR_PORT,
     FLEET_HEALTH,
@@ -23,7 +24,10 @@ from sglang_rollout.wire.ports import (
 )
 
 GRACE_SECONDS = 190
-"""After SIGTERM smg serves 5 s more and waits up to 180 s for running requests. An idle router ends after 5 s."""
+"""After SIGTERM the batch server runs until its batches have ended, for up to 180 s. Only then smg gets SIGTERM, and serves 5 s more.
+
+An idle router ends after 6 s.
+"""
 ACCOUNT_DIR = "/var/run/secrets/kubernetes.io/serviceaccount"
 
 SOFT_STOP_SCRIPT = "while kill -USR1 1 2>/dev/null; do sleep 1; done"
@@ -31,6 +35,13 @@ SOFT_STOP_SCRIPT = "while kill -USR1 1 2>/dev/null; do sleep 1; done"
 
 At SIGTERM haproxy closes every connection at once; at SIGUSR1 it waits. The signal is repeated, because haproxy loses one that
 comes before its start.
+"""
+
+WAIT_FOR_BATCHES_SCRIPT = f"while grep -Eq ': 0100007F:{BATCHES_PORT:04X} [0-9A-F:]+ (01|0A) ' /proc/net/tcp; do sleep 1; done"
+"""preStop hook of smg: wait until the batch server has ended.
+
+smg refuses new requests 5 s after SIGTERM, and prompts of a batch that are not sent yet would fail. While batches run, the batch server
+has established connections (01); while it does not end, it listens (0A).
 """
 
 
@@ -123,6 +134,7 @@ def _smg(rollout: SGLangRollout, settings: Settings) -> Object:
             *("--served-name", model.served_name or model.path),
             *(("--", *router.args) if router.args else ()),
         ],
+        lifecycle={"preStop": {"exec": {"command": ["/bin/sh", "-c", WAIT_FOR_BATCHES_SCRIPT]}}},
         resources=own_resources("smg", router.resources),
     )
 
@@ -155,7 +167,8 @@ def _coordinator(rollout: SGLangRollout, settings: Settings) -> Object:
 def _batches(rollout: SGLangRollout, settings: Settings) -> Object:
     """Return the container of the batch server, without probes: control calls and requests with one prompt do not need it.
 
-    It has no credentials. A container of its own keeps a batch that takes all memory from ending the coordinator.
+    It has no credentials. A container of its own keeps a batch that takes all memory from ending the coordinator. It has no readiness
+    probe, because requests with one prompt do not need it. Parsing large bodies may delay the answer to a liveness probe.
     """
     return common.own_container(
         "batches",
@@ -169,6 +182,7 @@ def _batches(rollout: SGLangRollout, settings: Settings) -> Object:
             *("--coordinator-url", f"http://127.0.0.1:{COORDINATOR_PORT}"),
         ],
         env=[common.HOME_ENV, {"name": MEMORY_VARIABLE, "valueFrom": {"resourceFieldRef": {"resource": "limits.memory"}}}],
+        livenessProbe=http_probe(BATCHES_HEALTH, PROBES_PORT, periodSeconds=10, timeoutSeconds=5, failureThreshold=12),
         resources=own_resources("batches", rollout.spec.router.batches_resources),
     )
 

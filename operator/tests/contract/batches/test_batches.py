@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from sglang_rollout.batches import client, routes
-from sglang_rollout.wire.ports import VERSION_HEADER
+from sglang_rollout.wire.ports import BATCHES_HEALTH, VERSION_HEADER
 from tests.contract.support.coordinator_process import Lab, fleet_lab
 
 
@@ -208,6 +208,27 @@ async def test_a_limited_number_of_prompts_of_a_batch_runs_at_a_time(lab: Lab, s
         status, _, found = await lab.post("/generate", {"text": ["sleep 0.02"] * 20, **extra})
         assert (status, len(found) > 0) == (200, True)
     assert script.most == 3
+
+
+async def test_the_batch_server_answers_the_liveness_probe(lab: Lab) -> None:
+    await lab.kill()
+    await lab.smg.stop()
+    async with lab.session.get(f"http://127.0.0.1:{lab.batches_port}{BATCHES_HEALTH}") as reply:
+        assert (reply.status, await reply.json()) == (200, {"status": "ok"})
+
+
+async def test_other_requests_do_not_wait_for_the_prompts_of_batches(lab: Lab, script: Script) -> None:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        return web.json_response({"path": request.path})
+
+    for agent in lab.agents:
+        agent.answer_tokens = answer
+    running = asyncio.create_task(lab.post("/generate", {"text": ["sleep 30"] * 20}))
+    await lab.until("the batch takes all places", lambda: _is(lambda: script.running == 8))
+    assert (await lab.post("/generate", {"text": "a"}))[0] == 200
+    assert (await lab.post("/generate", {"text": "a", "sampling_params": {"stop_regex": "b"}}))[2] == {"path": "/generate"}
+    assert (await lab.post("/tokenize", {"prompt": "a"}))[2] == {"path": "/tokenize"}
+    running.cancel()
 
 
 async def test_bodies_beyond_the_budget_are_refused_for_now(lab: Lab, script: Script) -> None:

@@ -101,14 +101,22 @@ async def test_an_encoded_path_reaches_no_process(front: Front, path: str) -> No
         assert (reply.status, (await reply.json())["error"]["code"]) == (400, "encoded_path")
 
 
+CONTROL_PATHS = [
+    *(call.path for call in ControlCall),
+    *(FLEET, FLEET_TENSORS, FLEET_RUN, FLEET_LEASE, FLEET_METRICS, FLEET_HEALTH, FLEET_HELD, f"{FLEET_ENGINES}/demo-engine-0/flush_cache"),
+    *(SERVER_INFO, MODEL_INFO, LOADS, "/workers", "/get_weight_version", "/get_world_size", "/metrics", "/", "/unknown"),
+    *("//flush_cache", "/GENERATE", "/generate/", "/generate/../flush_cache", "/v1/modelsx", "/flush_cache;/generate", "/health/../fleet"),
+]
+
+
 CONNECTIONS = 64
 """Connections of a small front."""
 
 
 @asynccontextmanager
-async def small_front(folder: Path) -> AsyncIterator[tuple[int, Callable[[str], Awaitable[int]]]]:
-    """Run a front with few connections, and yield its port and a call that sends a probe."""
-    coordinator, port, probes = Part("coordinator", free_port()), free_port(), free_port()
+async def small_front(folder: Path) -> AsyncIterator[tuple[int, Callable[[str], Awaitable[tuple[int, str]]]]]:
+    """Run a front with few connections. Yield its port and a call that sends a probe and returns status and process of the answer."""
+    coordinator, batches, port, probes = Part("coordinator", free_port()), Part("batches", free_port()), free_port(), free_port()
     await coordinator.start()
     line = ["proxy", "front", "--listen", f"127.0.0.1:{port}", "--probes-listen", f"127.0.0.1:{probes}", "--maxconn", str(CONNECTIONS)]
     line += ["--smg", "127.0.0.1:9", "--coordinator", f"127.0.0.1:{coordinator.port}", "--runtime-dir", str(folder)]
@@ -123,7 +131,7 @@ async def small_front(folder: Path) -> AsyncIterator[tuple[int, Callable[[str], 
 
             async def is_up() -> bool:
                 try:
-                    return await probe(FRONT_HEALTH) == 200
+                    return (await probe(FRONT_HEALTH))[0] == 200
                 except aiohttp.ClientError:
                     return False
 
@@ -162,7 +170,9 @@ async def test_probes_are_answered_while_callers_use_all_connections(tmp_path: P
         late = asyncio.create_task(get(port, FLEET))
         await asyncio.wait({late}, timeout=1)
         assert not late.done(), "callers use all connections"
-        assert [await probe(path) for path in (FRONT_HEALTH, FLEET_HEALTH, FLEET, "/generate")] == [200, 200, 404, 404]
+        assert [await probe(path) for path in (FRONT_HEALTH, FLEET, "/generate")] == [(200, ""), (404, ""), (404, "")]
+        assert await probe(FLEET_HEALTH) == (200, "coordinator")
+        assert await probe(BATCHES_HEALTH) == (200, "batches")
         writers.pop().close()
         assert await late == 200
 
@@ -170,7 +180,7 @@ async def test_probes_are_answered_while_callers_use_all_connections(tmp_path: P
 async def test_one_client_cannot_use_up_all_connections(tmp_path: Path) -> None:
     async with small_front(tmp_path) as (port, probe), unfinished_bodies(port, {"127.0.0.2": 2 * CONNECTIONS}):
         assert [await get(port, FLEET) for _ in range(5)] == [200] * 5
-        assert await probe(FRONT_HEALTH) == 200
+        assert await probe(FRONT_HEALTH) == (200, "")
 
 
 async def test_a_body_that_never_ends_reaches_no_process(tmp_path: Path) -> None:
