@@ -25,7 +25,7 @@ from sglang_rollout.batches.split import Batch, BatchError, encode, find_mixed_t
 from sglang_rollout.batches.streams import BatchStream, Send, run_bounded
 from sglang_rollout.sglang.api import CHAT_COMPLETIONS, COMPLETIONS, DIRECT_PATHS, GENERATE
 from sglang_rollout.sglang.smg_limits import should_bypass_smg
-from sglang_rollout.wire.ports import VERSION_HEADER
+from sglang_rollout.wire.ports import BROKEN_HEADER, VERSION_HEADER
 
 log = logging.getLogger(__name__)
 
@@ -33,12 +33,16 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 MAX_BODY_BYTES = 64 * 2**20
 """Largest batch; as much as smg buffers of a request for a retry."""
+ATTEMPTS = 2
+"""Engines that get a prompt, if the first breaks off: no prompt ends more than two. The front has the same limit."""
 BODY_SECONDS = 60.0
 """Longest time until a further part of a body arrives."""
 MAX_RUNNING_PROMPTS = 1024
 """Prompts of one batch that are sent at a time."""
 _SESSION_HEADERS = ("x-smg-routing-key", "x-session-id")
 """Headers that name a conversation, as smg is configured to read them."""
+_KEPT_HEADERS = ("Content-Type", "Retry-After", BROKEN_HEADER)
+"""Headers of a refused item that the answer to its batch has, too."""
 _JSON = "application/json"
 _HOP_HEADERS = frozenset(
     {"connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade", "proxy-authorization", "proxy-authenticate"}
@@ -280,8 +284,11 @@ async def _send_item(request: web.Request, item: Item) -> AsyncIterator[aiohttp.
 @asynccontextmanager
 async def _ask_smg(request: web.Request, data: bytes) -> AsyncIterator[aiohttp.ClientResponse]:
     client = request.app[PARTS].client
-    async with await client.post(client.url + request.path_qs, data, _forwarded_headers(request), hold=HOLD_SECONDS) as reply:
-        yield reply
+    for attempt in range(1, ATTEMPTS + 1):
+        async with await client.post(client.url + request.path_qs, data, _forwarded_headers(request), hold=HOLD_SECONDS) as reply:
+            if BROKEN_HEADER not in reply.headers or attempt == ATTEMPTS:
+                yield reply
+                return
 
 
 async def _forward_to_smg(request: web.Request, data: bytes) -> web.StreamResponse:
@@ -293,10 +300,11 @@ async def _forward_to_smg(request: web.Request, data: bytes) -> web.StreamRespon
 
 @asynccontextmanager
 async def _ask_engine(request: web.Request, data: bytes) -> AsyncIterator[aiohttp.ClientResponse]:
-    """Yield the answer of a serving engine. If the engine's gate has just closed, ask the next engine."""
+    """Yield the answer of a serving engine. If the engine's gate has just closed, or the engine broke off, ask the next engine."""
     client = request.app[PARTS].client
     loop = asyncio.get_running_loop()
     end = loop.time() + HOLD_SECONDS
+    attempt = 1
     while loop.time() < end:
         for url in await _serving_urls(request):
             try:
@@ -304,9 +312,12 @@ async def _ask_engine(request: web.Request, data: bytes) -> AsyncIterator[aiohtt
             except UnreachableError:
                 continue
             async with reply:
-                if reply.status != 503:
+                if reply.status == 503:
+                    continue
+                if BROKEN_HEADER not in reply.headers or attempt == ATTEMPTS:
                     yield reply
                     return
+                attempt += 1
         await asyncio.sleep(_RETRY_SECONDS)
     raise UnreachableError(NO_ENGINE)
 

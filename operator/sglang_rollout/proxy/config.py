@@ -22,7 +22,7 @@ from sglang_rollout.proxy.gate_map import (
 from sglang_rollout.sglang.api import DATA_PATHS, DIRECT_PATHS, GENERATING_PATHS, MODELS
 from sglang_rollout.sglang.smg_limits import GENERATE_PATTERN, OPENAI_PATTERN
 from sglang_rollout.wire import ports
-from sglang_rollout.wire.ports import AGENT_GATE, FLEET_HELD, VERSION_HEADER
+from sglang_rollout.wire.ports import AGENT_GATE, BROKEN_HEADER, FLEET_HELD, VERSION_HEADER
 
 GATE_CONNECTIONS = 4096
 """Maximum of concurrent connections of a gate, if the limit on open files allows it."""
@@ -39,6 +39,8 @@ _PROBE_CONNECTIONS = 32
 _PROBES_PER_ADDRESS = 12
 _BODY_SECONDS = 60
 """Longest wait for the start of a body."""
+_BROKEN_STATUS = 501
+"""Status with which a gate reports an engine that broke off: haproxy can repeat a request after it, and smg never does."""
 _GATE_WINDOW = 4096
 """Bytes of a body for which the gate waits."""
 
@@ -187,7 +189,8 @@ def gate_config(params: GateParams) -> str:
         no_version=NO_VERSION,
         version_header=VERSION_HEADER,
         window=_GATE_WINDOW,
-        probes=_probes(params.probes, ports.GATE_HEALTH, "agent", ports.AGENT_HEALTH, ports.AGENT_ENGINE),
+        kept_bytes=_SESSION_WINDOW,
+        probes=_probes(params.probes, ports.GATE_HEALTH, {ports.AGENT_HEALTH: "agent", ports.AGENT_ENGINE: "agent"}),
         metrics=_metrics(
             params.metrics,
             ports.METRICS_GATE,
@@ -208,6 +211,7 @@ def front_config(params: FrontParams) -> str:
     return _template("front.cfg.j2").render(
         bind=_bind(params.listen),
         smg=params.smg,
+        attempt=f"abns@rollout-attempt-{params.listen.port}",
         coordinator=params.coordinator,
         batches=params.batches,
         batch_paths=" ".join(_BATCH_PATHS),

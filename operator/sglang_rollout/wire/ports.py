@@ -57,6 +57,8 @@ The engine continues the call, because SGLang cannot cancel it. Until the engine
 """
 VERSION_HEADER = "X-Weight-Version"
 """Reply header: label of the committed weight version."""
+BROKEN_HEADER = "X-Engine-Broke-Off"
+"""Reply header of a gate whose engine closed the connection before it answered. The front answers 502."""
 
 MEMORY_VARIABLE = "SGLANG_ROLLOUT_MEMORY_BYTES"
 """Environment variable with the memory limit of the batch server's container."""

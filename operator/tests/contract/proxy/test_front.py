@@ -17,12 +17,38 @@ from sglang_rollout.controller.render.router import SOFT_STOP_SCRIPT
 from sglang_rollout.proxy.address import Address
 from sglang_rollout.proxy.cli import find_haproxy
 from sglang_rollout.proxy.config import FrontParams, front_config
-from sglang_rollout.sglang.api import DIRECT_PATHS
-from sglang_rollout.wire.ports import FLEET, FLEET_HEALTH, FLEET_HELD, FRONT_HEALTH
+from sglang_rollout.sglang.api import (
+    DATA_PATHS,
+    DIRECT_PATHS,
+    HEALTH_PATHS,
+    LOADS,
+    MODEL_INFO,
+    MODELS,
+    SERVER_INFO,
+    ControlCall,
+)
+from sglang_rollout.wire.access import CALLER_HEADER
+from sglang_rollout.wire.ports import (
+    BATCHES_HEALTH,
+    BROKEN_HEADER,
+    FLEET,
+    FLEET_ENGINES,
+    FLEET_HEALTH,
+    FLEET_HELD,
+    FLEET_LEASE,
+    FLEET_METRICS,
+    FLEET_RUN,
+    FLEET_TENSORS,
+    FRONT_HEALTH,
+)
 from tests.contract.support.agent_pod import Process, until
 from tests.support.ports import free_port
 
 pytestmark = pytest.mark.router
+
+
+BROKEN_BODY = json.dumps({"text": "a" * 50_000})
+"""Request of nearly the size that the front can repeat."""
 
 
 @dataclass
@@ -34,6 +60,13 @@ class Part:
     workers: bool = True
     held: bool = False
     seconds: float = 0.0
+    refuses: bool = False
+    broken: int = 0
+    """Requests for tokens that get the answer of a gate whose engine broke off."""
+    attempts: int = 0
+    """Requests for tokens that arrived."""
+    received: dict[str, str] = field(default_factory=dict)
+    """Headers of the last request that was no check, with names in lower case."""
     runner: web.AppRunner | None = None
 
     async def start(self) -> None:
@@ -54,7 +87,10 @@ class Part:
         if request.path == FLEET_HELD:
             return web.Response(status=200 if self.held else 404)
         if request.path == "/generate":
-            await asyncio.sleep(self.seconds)
+            self.attempts += 1
+            if self.broken:
+                self.broken -= 1
+                return web.json_response({"error": {"code": "engine_broke_off"}}, status=501, headers={BROKEN_HEADER: "yes"})
         if self.name == "smg" and (not self.workers or "unknown" in await request.text()):
             return web.json_response({"error": {"code": "model_not_found"}}, status=404)
         return web.json_response({"from": self.name, "path": request.path, "session": request.headers.get("x-session-id")})
@@ -228,6 +264,22 @@ async def test_generation_goes_to_smg_and_other_calls_go_to_the_coordinator(fron
 async def test_path_unknown_to_smg_goes_to_the_batch_server(front: Front) -> None:
     for path in DIRECT_PATHS:
         assert (await front.ask(path, '{"text": "a", "session_id": "s"}'))[1] == {"from": "batches", "path": path, "session": "s"}
+
+
+async def test_a_request_is_sent_to_one_more_engine_when_its_engine_breaks_off(front: Front) -> None:
+    front.smg.broken = 1
+    assert (await front.ask("/generate", BROKEN_BODY))[1]["from"] == "smg"
+    assert front.smg.attempts == 2
+    front.smg.broken = 3
+    status, answer, _ = await front.ask("/generate", BROKEN_BODY)
+    assert (status, answer) == (502, {"error": {"code": "engine_broke_off"}})
+    assert front.smg.attempts == 4
+
+
+async def test_a_batch_whose_engines_broke_off_is_502(front: Front) -> None:
+    front.batches.broken = 1
+    status, answer, _ = await front.ask("/generate", '{"text": ["a", "b"]}')
+    assert (status, answer) == (502, {"error": {"code": "engine_broke_off"}})
 
 
 async def test_without_engines_clients_get_retry_after(front: Front) -> None:

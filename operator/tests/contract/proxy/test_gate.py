@@ -13,7 +13,8 @@ import pytest
 from yarl import URL
 
 from sglang_rollout.sglang.api import GENERATING_PATHS
-from sglang_rollout.wire.ports import AGENT_HEALTH
+from sglang_rollout.wire.access import CALLER_HEADER
+from sglang_rollout.wire.ports import AGENT_HEALTH, BROKEN_HEADER
 from tests.contract.proxy.test_front import unfinished_bodies
 from tests.contract.support.agent_pod import BASE_WIRE, Pod, run_pod, until
 from tests.contract.support.stub_engine import StubEngine
@@ -103,6 +104,21 @@ async def test_stopped_engine_closes_the_gate(pod: Pod, stub: StubEngine) -> Non
     await stub.stop()
     assert (await pod.generate()).status == 503  # at once: nothing listens
     await until(lambda: _reason(pod, "not up"), 60, "the agent sees it")
+
+
+@pytest.mark.parametrize(("size", "status"), [(10, 501), (70_000, 500)], ids=["small", "large"])
+async def test_an_engine_that_breaks_off_is_reported_in_a_form_that_smg_does_not_repeat(
+    pod: Pod, stub: StubEngine, size: int, status: int
+) -> None:
+    """The front repeats a small request once. A large one is repeated by smg, once on each engine."""
+    await pod.open_with_base()
+    stub.hold_answers = asyncio.Event()
+    running = asyncio.create_task(pod.generate(text="a" * size))
+    await stub.asked.wait()
+    await stub.stop()
+    answer = await running
+    assert (answer.status, answer.body["error"]["code"]) == (status, "engine_broke_off")
+    assert BROKEN_HEADER.lower() in {name.lower() for name in answer.headers}
 
 
 async def test_status_is_not_open_while_haproxy_is_stopped(pod: Pod) -> None:
