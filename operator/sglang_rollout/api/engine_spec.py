@@ -17,6 +17,7 @@ from sglang_rollout.api.engine_flags import (
     rules_against_repeated_flags,
 )
 from sglang_rollout.api.flag_families import ENGINE_FAMILIES, MAX_ACCEPTED, AcceptedFlag, rules_of_families
+from sglang_rollout.api.limits_spec import Limits
 from sglang_rollout.api.network_spec import Cache, Network, Rdma, rules_against_repeated_variables, rules_of_engine_ports
 from sglang_rollout.api.pod_template import Labels
 from sglang_rollout.api.schema import ANY_QUANTITY, QUANTITY, ApiModel, argument, map_list, refuse_flags_like, rule, rules, with_rules
@@ -137,7 +138,7 @@ class Parallelism(ApiModel):
         ),
         rule(
             "!has(self.tensor) || self.tensor % self.attentionData == 0",
-            "engine.parallelism.attentionData must divide tensor: the tensor-parallel ranks are split into so many groups. Use"
+            "engine.parallelism.attentionData must divide tensor: the tensor-parallel ranks are split into that many groups. Use"
             " a divisor of tensor.",
             field=".attentionData",
         ),
@@ -307,6 +308,8 @@ class Engine(EngineFlags):
     accept_flags: list[AcceptedFlag] = Field(default_factory=list, max_length=MAX_ACCEPTED)
     """Flags in `args` that are risky or new, without their values: `["--kv-events-config"]`. Known families of flags need no entry
     (docs/reference/engine-settings.md). Flags that the operator owns stay refused."""
+    limits: Limits = Limits()
+    """Largest requests that engines get. Larger requests are refused. A change restarts the router, and the engines one by one."""
     env: list[EnvVar] = Field(
         default_factory=list,
         max_length=128,

@@ -7,7 +7,7 @@ import logging
 import resource
 import signal
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import click
@@ -15,6 +15,7 @@ import uvloop
 from aiohttp import web
 from prometheus_client.aiohttp import make_aiohttp_handler
 
+from sglang_rollout.api.limits_spec import Limits
 from sglang_rollout.batches.client import GenerateClient
 from sglang_rollout.batches.memory import DEFAULT_LIMIT_BYTES, Budget
 from sglang_rollout.batches.metrics import make_metrics
@@ -37,6 +38,8 @@ class Options:
     coordinator_url: str
     memory: int = DEFAULT_LIMIT_BYTES
     """Memory limit of the process in bytes."""
+    limits: Limits = field(default_factory=Limits)
+    """Largest requests that engines get."""
     shutdown_seconds: float = 180.0
     """Time for running batches to end after SIGTERM; the same as smg's."""
 
@@ -88,6 +91,7 @@ async def _serve_until_signal(options: Options) -> None:
     envvar=MEMORY_VARIABLE,
     help="Memory limit of this process in bytes. Bodies and answers take at most a sixth of it.",
 )
+@limits_option
 @logging_options
 def command(log_level: str, log_format: str, **given: Any) -> None:
     """Run the batch server: it splits batches, and forwards requests that smg would refuse or change to an engine."""

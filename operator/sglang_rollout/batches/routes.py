@@ -10,18 +10,19 @@ import asyncio
 import hashlib
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 from aiohttp import web
 
+from sglang_rollout.api.limits_spec import Limits
 from sglang_rollout.batches.client import HOLD_SECONDS, NO_ENGINE, ConnectionLostError, GenerateClient, UnreachableError
 from sglang_rollout.batches.memory import Budget, ExhaustedError, Share, TooLargeError, objects_bytes
 from sglang_rollout.batches.serving import ServingView
-from sglang_rollout.batches.split import Batch, BatchError, encode, find_mixed_token_ids, join, split
+from sglang_rollout.batches.split import BatchError, Item, encode, join, parse, split
 from sglang_rollout.batches.streams import BatchStream, Send, run_bounded
 from sglang_rollout.sglang.api import CHAT_COMPLETIONS, COMPLETIONS, DIRECT_PATHS, GENERATE
 from sglang_rollout.sglang.smg_limits import should_bypass_smg
@@ -63,6 +64,7 @@ class Parts:
     client: GenerateClient
     view: ServingView
     budget: Budget
+    limits: Limits
 
 
 PARTS = web.AppKey("parts", Parts)
@@ -99,7 +101,7 @@ async def handle_errors(request: web.Request, handler: Handler) -> web.StreamRes
     except tuple(_STATUSES) as error:
         if isinstance(error, UnreachableError) and error.__cause__ is not None:
             log.warning("%s: %s", request.path, error.__cause__)
-        return _refuse(_STATUSES[type(error)], str(error))
+        return _refuse(_STATUSES[type(error)], str(error), getattr(error, "code", None))
     except web.HTTPMethodNotAllowed as error:
         return _refuse(error.status, f"{request.method} {request.path}: use {' or '.join(sorted(error.allowed_methods - {'HEAD'}))}.")
     except web.HTTPException as error:
@@ -128,7 +130,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
     """``POST /generate``: split a batch, forward any other body."""
     data = await _read_body(request)
     body = _parse(request, data)
-    batch = split(body) if isinstance(body, dict) else None
+    batch = split(body, request.app[PARTS].limits)
     if batch is None:
         bypass = should_bypass_smg(request.path, body)
         del body
@@ -154,7 +156,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
 async def completions(request: web.Request) -> web.StreamResponse:
     """``POST /v1/completions``: smg refuses prompts of token IDs, so they go to an engine."""
     data, body = await _with_adapter(request, await _read_body(request))
-    prompt = body.get("prompt") if isinstance(body, dict) else None
+    prompt = body.get("prompt")
     ids = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], str)
     bypass = ids or should_bypass_smg(request.path, body)
     del body, prompt
@@ -176,26 +178,17 @@ async def direct(request: web.Request) -> web.StreamResponse:
 
     The body is encoded again, so that the gate's filter sees every key and number in its plain form.
     """
-    body = _parse(request, await _read_body(request))
-    if not isinstance(body, dict):
-        return _refuse(400, f"{request.path} needs a JSON object as its body.")
-    if problem := find_mixed_token_ids(body):
-        return _refuse(400, problem)
-    try:
-        data = encode(body)
-    except RecursionError:
-        return _refuse(400, f"{request.path}: the body nests too deep.")
-    del body
+    data = encode(_parse(request, await _read_body(request)))
     return await _forward_single(request, data, bypass=True)
 
 
-async def _with_adapter(request: web.Request, data: bytes) -> tuple[bytes, Any]:
+async def _with_adapter(request: web.Request, data: bytes) -> tuple[bytes, dict[str, Any]]:
     """Return the body and its JSON, with SGLang's ``model: "name:adapter"`` written as ``model`` and ``lora_path``.
 
     smg knows models by their names alone, and answers 404 if the adapter is not one of the fleet's.
     """
     body = _parse(request, data)
-    model = body.get("model") if isinstance(body, dict) else None
+    model = body.get("model")
     name, _, adapter = model.rpartition(":") if isinstance(model, str) else ("", "", "")
     if not name or adapter not in await _adapters(request, adapter):
         return data, body
@@ -396,18 +389,16 @@ def _refused_body(status: int, message: str, headers: Mapping[str, str] | None =
     return ItemError(status, body, {"Content-Type": _JSON, "Connection": "close", **(headers or {})})
 
 
-def _parse(request: web.Request, data: bytes) -> Any:
-    """Return the JSON of a body; None if the JSON is invalid. smg itself refuses such a body.
+def _parse(request: web.Request, data: bytes) -> dict[str, Any]:
+    """Return the fields of a body.
 
     Raises:
+        BatchError: The body is not a JSON object in UTF-8.
         TooLargeError: The objects of this body would take too much memory.
         ExhaustedError: The objects of all bodies would take too much memory.
     """
     request[SHARE].set_body(len(data) + objects_bytes(data))
-    try:
-        return json.loads(data)
-    except (ValueError, RecursionError):
-        return None
+    return parse(data)
 
 
 def _forwarded_headers(request: web.Request) -> dict[str, str]:
@@ -417,10 +408,11 @@ def _forwarded_headers(request: web.Request) -> dict[str, str]:
     }
 
 
-def _refuse(status: int, message: str) -> web.Response:
-    """Return a refusal in the shape of SGLang's data paths."""
+def _refuse(status: int, message: str, code: str | None = None) -> web.Response:
+    """Return a refusal in the shape of SGLang's data paths, or of the gate's filter if it has a code."""
     headers = {"Retry-After": "1"} if status == 503 else {}
-    return web.json_response({"error": {"message": message}}, status=status, headers=headers)
+    error = {"code": code, "type": "invalid_request_error", "message": message} if code else {"message": message}
+    return web.json_response({"error": error}, status=status, headers=headers)
 
 
 routes = [

@@ -2,18 +2,20 @@
 
 SGLang accepts lists of prompts with lists of nearly every other field. smg accepts few of these fields, and sends a whole batch to one
 engine. The rules here are those of SGLang's ``GenerateReqInput.normalize_batch_and_arguments`` (0.5.23), with its error messages.
+
+The gates see single requests, so the checks of a whole batch are here, with the codes and messages of the gate's filter (``guard.lua``).
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
-MAX_PROMPTS = 2**18
-"""Largest number of prompts of a batch."""
+from sglang_rollout.api.limits_spec import Limits
 
 Item = dict[str, Any]
 
@@ -30,14 +32,25 @@ _HASHES = ("mm_hashes", "mm_content_hashes")
 
 _OMITTED = ("text", "input_ids", "input_embeds", "modalities")
 """Fields that an item does not inherit. SGLang uses one form of the prompt, and derives modalities from the images."""
-_TOKEN_ID_FIELDS = ("input_ids", "label_token_ids", "stop_token_ids", "tokens")
-"""Fields that hold token IDs, also in lists of lists."""
-_TOKEN_ID_OR_TEXT_FIELDS = ("input", "query", "items", "prompt")
-"""Fields that hold token IDs or texts, never both in one list."""
+_SAMPLE_FIELDS = ("n", "best_of", "beam_width")
+"""Sampling parameters that count the samples of each prompt."""
+_LARGEST_COUNT = 10**18
+"""Larger numbers of samples count as this number, because Python cannot format every integer as a float."""
+_OBJECT = re.compile(rb'\s*\{\s*["}]')
+"""Start of a JSON object in UTF-8. Python also reads other encodings and a byte order mark."""
 
 
 class BatchError(Exception):
-    """SGLang would refuse this batch; the message is SGLang's own where it has one."""
+    """SGLang or a gate would refuse this request. The message is theirs where they have one.
+
+    Args:
+        message: The reason.
+        code: Code of the gate's filter; None for the refusals of SGLang.
+    """
+
+    def __init__(self, message: str, code: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,31 +66,50 @@ Column = Sequence[Any] | _Same
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A batch, whose single requests are made only when they are sent."""
+    """A batch, whose single requests are made only when they are sent, in order."""
 
     size: int
     """Number of prompts."""
     samples: int
     """Completions of each prompt (``n``)."""
     stream: bool
-    common: Mapping[str, Any]
+    common: dict[str, Any]
     """Fields that are the same for all prompts."""
-    columns: Mapping[str, Sequence[Any]]
+    columns: dict[str, Sequence[Any]]
     """Fields with a value for each prompt."""
 
     def item(self, index: int) -> Item:
         """Return the request of one prompt."""
         return {**self.common, **{key: column[index] for key, column in self.columns.items() if column[index] is not None}}
 
+    def drop_fields(self) -> None:
+        """Free the memory of all fields when no further request will be made."""
+        self.common.clear()
+        self.columns.clear()
 
-def split(body: Mapping[str, Any]) -> Batch | None:
+
+def parse(data: bytes) -> dict[str, Any]:
+    """Return the fields of a request. Raises BatchError."""
+    if not _OBJECT.match(data):
+        raise BatchError("The body is not a JSON object in UTF-8.", "unreadable_body")
+    try:
+        found: dict[str, Any] = json.loads(data)
+    except ValueError as error:
+        raise BatchError(f"The body is not a JSON object in UTF-8: {error}.", "unreadable_body") from None
+    except RecursionError:
+        raise BatchError("The body nests too deep.", "unreadable_body") from None
+    return found
+
+
+def split(body: Mapping[str, Any], limits: Limits) -> Batch | None:
     """Return the single requests of a batch; None if the body holds one prompt or none. Raises BatchError."""
     prompts = _prompts(body)
     if prompts is None:
         return None
-    size = len(next(iter(prompts.values())))
-    if size > MAX_PROMPTS:
-        raise BatchError(f"A batch may have at most {MAX_PROMPTS} prompts, and this one has {size}: split it.")
+    key, rows = next(iter(prompts.items()))
+    size = len(rows)
+    _check_limits(body, key, size, limits)
+    _check_token_ids(body)
     sampling = _sampling(body.get("sampling_params"), size)
     samples = _samples(sampling)
     columns: dict[str, Column] = {**prompts, "sampling_params": sampling, "rid": _rids(body.get("rid"), size)}
@@ -104,12 +136,18 @@ def split(body: Mapping[str, Any]) -> Batch | None:
     return Batch(size, samples, bool(body.get("stream")), common, varying)
 
 
-def join(answers: Sequence[bytes]) -> bytes:
-    """Return one JSON list of the single answers in order. An answer with several samples is a list itself and is flattened.
+def join(answers: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield the parts of one JSON list of the single answers in order. An answer with several samples is a list itself and is flattened.
 
     Works on bytes: with logprobs an answer has megabytes, and parsing them would block the event loop.
     """
-    return b"[" + b",".join(items for items in map(_list_items, answers) if items) + b"]"
+    before = b"["
+    for answer in answers:
+        if items := _list_items(answer):
+            yield before
+            yield items
+            before = b","
+    yield b"]" if before == b"," else b"[]"
 
 
 def add_index(event: bytes, item: int, samples: int) -> bytes:
@@ -121,11 +159,13 @@ def add_index(event: bytes, item: int, samples: int) -> bytes:
 
 
 def encode(fields: Mapping[str, Any]) -> bytes:
-    """Return compact JSON. A lone surrogate, which UTF-8 cannot encode, stays an escape, and the receiver refuses it."""
+    """Return compact JSON. A lone surrogate, which UTF-8 cannot encode, stays an escape, and the receiver refuses it. Raises BatchError."""
     try:
         return json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
     except UnicodeEncodeError:
         return json.dumps(fields, separators=(",", ":")).encode()
+    except RecursionError:
+        raise BatchError("The body nests too deep.", "unreadable_body") from None
 
 
 def _list_items(answer: bytes) -> bytes:
@@ -224,30 +264,42 @@ def _is_nested(value: Any) -> TypeGuard[list[Any]]:
     return isinstance(value, list) and bool(value) and isinstance(value[0], list)
 
 
-def find_mixed_token_ids(body: Mapping[str, Any]) -> str | None:
-    """Return a message about the first field that mixes token IDs with strings; None if no field does.
-
-    SGLang also accepts a token ID that is written as a string. The gate's filter reads numbers only, so such a body is refused here.
-    """
-    sampling = body.get("sampling_params")
-    rows = [body, *(sampling if isinstance(sampling, list) else [sampling])]
-    for key in _TOKEN_ID_FIELDS:
-        lists = (found for row in rows if isinstance(row, Mapping) for found in _nested_lists(row.get(key)))
-        if any(isinstance(item, str) for found in lists for item in found):
-            return f"{key} holds a string: write token ids as numbers."
-    for key in _TOKEN_ID_OR_TEXT_FIELDS:
-        for found in _nested_lists(body.get(key)):
-            texts = sum(isinstance(item, str) for item in found)
-            if texts and texts < len(found):
-                return f"{key} holds strings beside other values in one list: use token ids or texts."
-    return None
+def _sampling_params(body: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the sampling parameters of all prompts, or those for each prompt."""
+    given = body.get("sampling_params")
+    return [params for params in (given if isinstance(given, list) else [given]) if isinstance(params, Mapping)]
 
 
-def _nested_lists(value: Any) -> Iterator[list[Any]]:
-    """Yield the lists in a value, at any depth."""
-    pending = [value]
+def _check_limits(body: Mapping[str, Any], key: str, size: int, limits: Limits) -> None:
+    if size > limits.prompts_per_request:
+        raise _above_limit(f"The number of prompts in {key}", size, limits.prompts_per_request, "promptsPerRequest")
+    values = (params.get(name) for params in _sampling_params(body) for name in _SAMPLE_FIELDS)
+    samples = size * min(max((value for value in values if isinstance(value, int | float)), default=1), _LARGEST_COUNT)
+    if samples > limits.samples_per_request:
+        raise _above_limit("The number of samples of all prompts", samples, limits.samples_per_request, "samplesPerRequest")
+
+
+def _above_limit(subject: str, number: float, limit: int, name: str) -> BatchError:
+    return BatchError(f"{subject} is {number:.14g}, above the limit of {limit}; engine.limits.{name} raises it.", "above_limit")
+
+
+def _check_token_ids(body: Mapping[str, Any]) -> None:
+    """Raise BatchError for a token ID that is no integer. SGLang also reads other values as token IDs."""
+    pending = [(key, body.get(key)) for key in ("input_ids", "token_ids_logprob")]
+    pending += [("stop_token_ids", params.get("stop_token_ids")) for params in _sampling_params(body)]
     while pending:
-        found = pending.pop()
-        if isinstance(found, list):
-            yield found
-            pending += [item for item in found if isinstance(item, list)]
+        key, found = pending.pop()
+        if not isinstance(found, list):
+            continue
+        types = set(map(type, found))
+        if not types <= {int, list}:
+            wrong = next(item for item in found if type(item) not in (int, list))
+            raise BatchError(_describe_token_id(key, wrong), "unreadable_body")
+        if list in types:
+            pending += [(key, item) for item in found]
+
+
+def _describe_token_id(key: str, word: Any) -> str:
+    if isinstance(word, str):
+        return f"{key} holds a string: write token ids as numbers."
+    return f"{key} holds {re.sub('[^A-Za-z0-9_.+-]', '?', json.dumps(word))[:20]}: write token ids as whole numbers."

@@ -21,12 +21,13 @@ import aiohttp
 import click
 from pydantic import ValidationError
 
+from sglang_rollout.api.limits_spec import Limits
 from sglang_rollout.api.weights_spec import Backend, Weights
 from sglang_rollout.local.plan import EngineArg, Folders, Plan, count_ports, parse_engine
 from sglang_rollout.local.sizes import SizesError, check_sizes, read_sizes
 from sglang_rollout.local.supervisor import Supervisor
 from sglang_rollout.proxy.address import Address
-from sglang_rollout.proxy.cli import ADDRESS, NO_HAPROXY, find_haproxy
+from sglang_rollout.proxy.cli import ADDRESS, NO_HAPROXY, find_haproxy, limits_option, processors_option
 from sglang_rollout.proxy.smg import POLICIES
 from sglang_rollout.sglang.api import PauseMode
 from sglang_rollout.wire.ports import FLEET, FLEET_HEALTH, METRICS
@@ -81,6 +82,13 @@ class NotReadyError(CannotStartError):
     metavar="JSON",
     help='Further settings of spec.weights: \'{"verify": "Always", "minCommitted": 1, "catchUp": {"disk": "/ckpt"}}\'.',
 )
+@click.option(
+    "--token-file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="File with the token that control calls from other machines send. Programs of this machine need none.",
+)
+@limits_option
+@processors_option
 @click.option("--tensor-size", type=click.IntRange(1), help="tp=N for engines without tp=N [default: what the server reports].")
 @click.option(
     "--state-dir",
@@ -110,6 +118,8 @@ def command(
     policy: str,
     pause_mode: str,
     weights_json: str,
+    limits: Limits,
+    custom_logit_processors: bool,
     tensor_size: int | None,
     state_dir: Path | None,
     base_port: int | None,
@@ -133,7 +143,16 @@ def command(
     weights = _parse_weights(weights_json, Backend(backend), PauseMode(pause_mode))
     silent = asyncio.run(_check_sizes(parsed, weights))
     ports = _choose_ports(count_ports(len(parsed)), base_port, taken={listen.port, *(engine.address.port for engine in parsed)})
-    plan = Plan(listen=listen, engines=parsed, weights=weights, policy=policy, ports=ports)
+    plan = Plan(
+        listen=listen,
+        engines=parsed,
+        weights=weights,
+        policy=policy,
+        ports=ports,
+        token_file=None if token_file is None else str(token_file.absolute()),
+        limits=limits,
+        custom_logit_processors=custom_logit_processors,
+    )
     runtime = _make_runtime_folder()
     try:
         folders = Folders(state=state_dir.absolute() if state_dir else runtime / "state", runtime=runtime)
@@ -244,6 +263,15 @@ def _write_files(plan: Plan, folders: Folders) -> None:
         raise CannotStartError(
             f"the folder {folders.state} cannot be used: {error.strerror}; pass a writable folder with --state-dir"
         ) from None
+    except ValueError as error:
+        raise CannotStartError(str(error)) from None
+
+
+def _write_private(path: Path, text: str) -> None:
+    """Write a file that other users can never read."""
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
 
 
 def _check_programs() -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from sglang_rollout.api.intent import Intent, WantedEngine
+from sglang_rollout.api.limits_spec import Limits, gate_options, limits_options
 from sglang_rollout.api.weights_spec import Weights
 from sglang_rollout.proxy.address import Address
 from sglang_rollout.wire import ports as wire
@@ -104,6 +105,9 @@ class Plan:
     policy: str
     ports: tuple[int, ...]
     """Free loopback ports, as many as :func:`count_ports` returns."""
+    limits: Limits = field(default_factory=Limits)
+    custom_logit_processors: bool = False
+    """True if the engines run code from requests (``--enable-custom-logit-processor``)."""
 
     def intent(self) -> Intent:
         """Return the intent that the coordinator reads."""
@@ -116,22 +120,24 @@ class Plan:
     def children(self, folders: Folders) -> list[Child]:
         """Return all processes, in the order of their start."""
         smg, smg_metrics, coordinator, batches = (_loopback(port) for port in self.ports[:4])
+        gate_arguments = gate_options(self.limits, custom_logit_processors=self.custom_logit_processors)
+        limits = limits_options(self.limits)
         children: list[Child] = []
         for each in self._engine_addresses():
-            children += _engine_children(each, folders)
+            children += _engine_children(each, folders, gate_arguments)
         smg_line = ("proxy", "smg", "--listen", str(smg), "--metrics-listen", str(smg_metrics), "--policy", self.policy)
         # smg serves for 5 s after SIGTERM, but no request reaches it, because the front is stopped first.
         children.append(Child("smg", (*_PROGRAM, *smg_line), grace=1.0))
         children.append(Child("coordinator", self._coordinator_command(smg, coordinator, folders)))
         urls = ("--smg-url", f"http://{smg}", "--coordinator-url", f"http://{coordinator}")
-        children.append(Child("batches", (*_PROGRAM, "batches", "--listen", str(batches), *urls)))
+        children.append(Child("batches", (*_PROGRAM, "batches", "--listen", str(batches), *urls, *limits)))
         runtime = str(folders.runtime / "front")
         front = (
             *("proxy", "front", "--listen", str(self.listen), "--smg", str(smg), "--coordinator", str(coordinator)),
             *("--batches", str(batches)),
         )
         metrics = ("--metrics-listen", str(self.metrics), "--smg-metrics", str(smg_metrics))
-        children.append(Child("front", (*_PROGRAM, *front, *metrics, "--runtime-dir", runtime)))
+        children.append(Child("front", (*_PROGRAM, *front, *metrics, "--runtime-dir", runtime, *limits)))
         return children
 
     @property
@@ -196,12 +202,12 @@ def parse_engine(text: str, default_tensor_size: int | None = None) -> EngineArg
         raise ValueError(f"{url!r} is not the URL of an SGLang server: {error}") from None
 
 
-def _engine_children(addresses: _EngineAddresses, folders: Folders) -> list[Child]:
+def _engine_children(addresses: _EngineAddresses, folders: Folders, gate_arguments: list[str]) -> list[Child]:
     name, engine, gate, agent, metrics = addresses
     socket = str(folders.runtime / name / "gate.sock")
     gate_line = (
         *("proxy", "gate", "--listen", str(gate), "--engine", str(engine.address), "--agent", str(agent), "--socket", socket),
-        *("--metrics-listen", str(metrics)),
+        *("--metrics-listen", str(metrics), *gate_arguments),
     )
     agent_line = (
         *("agent", "--name", name, "--engine-url", engine.url, "--listen", str(agent), "--gate-socket", socket),

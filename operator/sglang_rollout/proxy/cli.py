@@ -10,17 +10,22 @@ import resource
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from socket import has_dualstack_ipv6
 from typing import Any, NoReturn, TypeVar
 
 import click
+from pydantic import ValidationError
 
+from sglang_rollout.api.limits_spec import Limits
 from sglang_rollout.proxy.address import Address, Endpoint, UnixSocket, parse_endpoint
 from sglang_rollout.proxy.config import (
     FRONT_CONNECTIONS,
+    FRONT_FILES,
     GATE_CONNECTIONS,
+    GATE_FILES,
+    TLS_FILES,
     FrontParams,
     GateParams,
     fit_connections,
@@ -75,8 +80,39 @@ ADDRESS = AddressType()
 ENDPOINT = EndpointType()
 
 
-def _address(flag: str, default: str, text: str) -> Callable[[_F], _F]:
-    return click.option(flag, type=ADDRESS, default=default, show_default=True, help=text)
+class LimitsType(click.ParamType[Limits]):
+    """``spec.engine.limits`` as JSON, as a click parameter."""
+
+    name = "JSON"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> Limits:
+        """Parse the limits, or fail with the first problem."""
+        if isinstance(value, Limits):
+            return value
+        try:
+            return Limits.model_validate_json(str(value))
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            self.fail(f"{where + ': ' if where else ''}{first['msg']}", param, ctx)
+
+
+limits_option = click.option(
+    "--limits",
+    type=LimitsType(),
+    default=Limits(),
+    show_default="those of spec.engine.limits",
+    help="Largest requests, as in spec.engine.limits: '{\"samplesPerPrompt\": 2048}'.",
+)
+processors_option = click.option(
+    "--custom-logit-processors",
+    is_flag=True,
+    help="Let requests with custom_logit_processor through: the engines have --enable-custom-logit-processor.",
+)
+
+
+def _address(flag: str, default: str, text: str, kind: click.ParamType[Any] = ADDRESS) -> Callable[[_F], _F]:
+    return click.option(flag, type=kind, default=default, show_default=True, help=text)
 
 
 _print = click.option("--print", "only_print", is_flag=True, help="Print the configuration or command, and exit.")
@@ -111,6 +147,8 @@ def command() -> None:
 @_address("--engine", f"127.0.0.1:{ports.ENGINE_PORT}", "The SGLang server.")
 @_address("--agent", f"127.0.0.1:{ports.AGENT_PORT}", "The engine's agent.", ENDPOINT)
 @click.option("--socket", required=True, metavar="PATH", help="haproxy's stats socket, through which the agent opens and closes the gate.")
+@limits_option
+@processors_option
 @_metrics_listen
 @_probes_listen
 @_runtime_dir("the socket's folder")
@@ -122,6 +160,8 @@ def gate(
     engine: Address,
     agent: Endpoint,
     socket: str,
+    limits: Limits,
+    custom_logit_processors: bool,
     metrics_listen: Address | None,
     probes_listen: Address | None,
     runtime_dir: Path | None,
@@ -137,7 +177,8 @@ def gate(
         engine=engine,
         agent=agent,
         socket=socket,
-        maxconn=_connection_limit(maxconn, only_print),
+        request_bytes=limits.request_bytes,
+        maxconn=_connection_limit(maxconn, GATE_FILES, only_print),
         metrics=_optional(metrics_listen, only_print),
         probes=_optional(probes_listen, only_print),
     )
@@ -145,7 +186,9 @@ def gate(
         text = gate_config(params)
     except ValueError as error:
         raise click.UsageError(str(error)) from None
-    _print_or_become("gate", text, runtime_dir or Path(socket).parent, only_print, socket=Path(socket))
+    guard = guard_text(limits, custom_logit_processors=custom_logit_processors)
+    files = {version_map_path(socket): UNSET, guard_path(socket): guard}
+    _print_or_become("gate", text, runtime_dir or Path(socket).parent, only_print, files)
 
 
 @command.command(short_help="The fleet's URL (haproxy): generation goes to smg, other calls to the coordinator.")
@@ -153,6 +196,7 @@ def gate(
 @_address("--smg", f"127.0.0.1:{ports.SMG_PORT}", "The SGLang router.")
 @_address("--coordinator", f"127.0.0.1:{ports.COORDINATOR_PORT}", "The coordinator.", ENDPOINT)
 @_address("--batches", f"127.0.0.1:{ports.BATCHES_PORT}", "The batch server.")
+@limits_option
 @_metrics_listen
 @_probes_listen
 @_address("--smg-metrics", f"127.0.0.1:{ports.SMG_METRICS_PORT}", "The SGLang router's metrics.")
@@ -166,6 +210,7 @@ def front(
     smg: Address,
     coordinator: Endpoint,
     batches: Address,
+    limits: Limits,
     metrics_listen: Address | None,
     probes_listen: Address | None,
     smg_metrics: Address,
@@ -180,7 +225,8 @@ def front(
         smg=smg,
         coordinator=coordinator,
         batches=batches,
-        maxconn=_connection_limit(maxconn, only_print),
+        request_bytes=limits.request_bytes,
+        maxconn=_connection_limit(maxconn, FRONT_FILES + (TLS_FILES if served is not None else 0), only_print),
         threads=threads,
         metrics=_optional(metrics_listen, only_print),
         probes=_optional(probes_listen, only_print),
@@ -231,26 +277,24 @@ def _optional(wanted: Address | None, only_print: bool) -> Address | None:
     return None if wanted is None else _listen_address(wanted, only_print)
 
 
-def _connection_limit(wanted: int, only_print: bool) -> int:
+def _connection_limit(wanted: int, files: int, only_print: bool) -> int:
     """Return the number of connections that fits this process's limit on open files; unchanged with ``only_print``."""
     if only_print:
         return wanted
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    return wanted if hard == resource.RLIM_INFINITY else fit_connections(wanted, hard)
+    return wanted if hard == resource.RLIM_INFINITY else fit_connections(wanted, hard, files=files)
 
 
-def _print_or_become(name: str, text: str, folder: Path, only_print: bool, *, socket: Path | None = None) -> None:
+def _print_or_become(name: str, text: str, folder: Path, only_print: bool, files: Mapping[str, str] | None = None) -> None:
+    """Write the configuration and the files that it names, and become haproxy; or print the configuration."""
     if only_print:
         click.echo(text, nl=False)
         return
     path = folder / f"{name}.cfg"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if socket is not None:
-            socket.parent.mkdir(parents=True, exist_ok=True)
-            Path(version_map_path(str(socket))).write_text(UNSET)
-            Path(guard_path(str(socket))).write_text(guard_text())
-        path.write_text(text)
+        for file, content in {**(files or {}), str(path): text}.items():
+            Path(file).parent.mkdir(parents=True, exist_ok=True)
+            Path(file).write_text(content)
     except OSError as error:
         raise click.ClickException(
             f"cannot write the {name}'s configuration to {path}: {error.strerror}; name a writable folder with --runtime-dir"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 
 import jinja2
 
+from sglang_rollout.api.limits_spec import Limits
 from sglang_rollout.proxy.address import Address, Endpoint, UnixSocket
 from sglang_rollout.proxy.gate_map import (
     ADAPTERS_KEY,
@@ -31,6 +33,8 @@ FRONT_CONNECTIONS = 8000
 _RESERVED_FILES = 256
 """Files that haproxy needs besides these connections: metrics, probes, listening sockets, checks, pollers, the stats socket."""
 _LEAST_CONNECTIONS = 64
+GATE_FILES, FRONT_FILES, TLS_FILES = 2, 4, 2
+"""Open files of a request. In the front it passes through two proxies, and with TLS through one more."""
 _SMG_METRICS = Address("127.0.0.1", ports.SMG_METRICS_PORT)
 _METRICS_CONNECTIONS = 16
 """Concurrent scrapes: a few paths for a few Prometheus servers."""
@@ -43,6 +47,8 @@ _BROKEN_STATUS = 501
 """Status with which a gate reports an engine that broke off: haproxy can repeat a request after it, and smg never does."""
 _GATE_WINDOW = 4096
 """Bytes of a body for which the gate waits."""
+_REQUEST_BYTES = Limits().request_bytes
+"""Default of ``engine.limits.requestBytes``."""
 
 _SENTENCES = {
     "closed": (
@@ -100,7 +106,10 @@ _BATCH_PATHS = ("/generate", "/v1/completions")
 _BODY_WINDOW = 16384
 """Bytes of a body that the front inspects. Nearly every request for tokens is smaller, and larger ones begin with their prompt."""
 _SESSION_WINDOW = 60000
-"""Bytes of a body in which the front searches for a session's name; slightly less than the buffer (tune.bufsize)."""
+"""Bytes of a body in which the front searches for a session's name; slightly less than the buffer (tune.bufsize).
+
+The front can repeat requests of this size.
+"""
 _B = "[[:space:]]*"
 _MANY = "|".join((rf'text"{_B}:{_B}\[', rf'(input_ids|input_embeds)"{_B}:{_B}\[{_B}\[', rf'prompt"{_B}:{_B}\[{_B}[-[0-9]'))
 """Several prompts, or prompts of token IDs in completions. Also matches embeddings of one prompt, which the batch server recognizes."""
@@ -117,6 +126,8 @@ class GateParams:
     agent: Endpoint
     socket: str
     """Path of the stats socket, through which the agent opens and closes the gate."""
+    request_bytes: int = _REQUEST_BYTES
+    """Largest body of a data request. The file of the filter has the other limits."""
     maxconn: int = GATE_CONNECTIONS
     metrics: Address | None = None
     """Address at which the pod's metrics are served; None: nowhere."""
@@ -134,6 +145,9 @@ class FrontParams:
     smg: Address
     coordinator: Endpoint
     batches: Address
+    """Address that serves data paths and refuses control calls; None: nowhere."""
+    request_bytes: int = _REQUEST_BYTES
+    """Largest body of a data request. The gates check the other limits."""
     maxconn: int = FRONT_CONNECTIONS
     threads: int = 2
     metrics: Address | None = None
@@ -155,9 +169,9 @@ class _MetricsSource:
     """Path at the process."""
 
 
-def fit_connections(wanted: int, open_files: int) -> int:
-    """Return the number of connections that fit into a limit of ``open_files``. Each needs two files."""
-    return max(_LEAST_CONNECTIONS, min(wanted, (open_files - _RESERVED_FILES) // 2))
+def fit_connections(wanted: int, open_files: int, *, files: int) -> int:
+    """Return the number of connections that fit into a limit of ``open_files``. Each needs ``files``."""
+    return max(_LEAST_CONNECTIONS, min(wanted, (open_files - _RESERVED_FILES) // files))
 
 
 def guard_path(socket: str) -> str:
@@ -167,8 +181,7 @@ def guard_path(socket: str) -> str:
 
 def gate_config(params: GateParams) -> str:
     """Return the configuration of a gate."""
-    if not params.socket.startswith("/") or any(c.isspace() or c in "'\"\\#" for c in params.socket):
-        raise ValueError(f"the gate's socket must be an absolute path without blanks and quotes, not {params.socket!r}")
+    _check_path(params.socket, "the gate's socket")
     return _template("gate.cfg.j2").render(
         bind=_bind(params.listen),
         engine=params.engine,
@@ -197,13 +210,26 @@ def gate_config(params: GateParams) -> str:
             _MetricsSource("engine", params.engine, ports.METRICS, "/metrics"),
             _MetricsSource("agent", params.agent, ports.METRICS_AGENT, ports.AGENT_METRICS),
         ),
-        **_shared(params.maxconn),
+        **_shared(params.maxconn, params.request_bytes),
     )
 
 
 def guard_text() -> str:
-    """Return the gate's filter, in haproxy's Lua."""
     return resources.files("sglang_rollout.proxy").joinpath("templates/guard.lua").read_text()
+def guard_text(limits: Limits, *, custom_logit_processors: bool = False) -> str:
+    """Return the gate's filter of requests, in haproxy's Lua.
+
+    Args:
+        limits: The largest requests that pass.
+        custom_logit_processors: True if the engine runs code from requests (``--enable-custom-logit-processor``).
+    """
+    settings = limits.model_dump(by_alias=True) | {"customLogitProcessors": custom_logit_processors}
+    line = ", ".join(f"{name} = {json.dumps(value)}" for name, value in settings.items())
+    templates = resources.files("sglang_rollout.proxy").joinpath("templates")
+    files = [templates.joinpath(name).read_text() for name in ("guard_fields.lua", "guard.lua", "guard_lists.lua")]
+    return "\n".join((f"local SETTINGS = {{ {line} }}\n", *files))
+
+
 
 
 def front_config(params: FrontParams) -> str:
@@ -234,7 +260,7 @@ def front_config(params: FrontParams) -> str:
             _MetricsSource("smg", params.smg_metrics, ports.METRICS_SMG, "/metrics"),
             _MetricsSource("batches", params.batches, ports.METRICS_BATCHES, ports.BATCHES_METRICS),
         ),
-        **_shared(params.maxconn),
+        **_shared(params.maxconn, params.request_bytes),
     )
 
 
@@ -271,21 +297,26 @@ def _probes(listen: Address | None, own_path: str, backends: Mapping[str, str]) 
     }
 
 
-def _shared(maxconn: int) -> dict[str, object]:
+def _shared(maxconn: int, request_bytes: int) -> dict[str, object]:
     """Return values for both templates.
 
     One connection in eight, at least 16, stays free for control calls, and half of these for other addresses than the busiest one.
     """
     reserved = max(16, maxconn // 8)
+    too_large = f"The body has more than {request_bytes} bytes; engine.limits.requestBytes raises it."
     return {
         "maxconn": maxconn,
-        "all_connections": maxconn + _METRICS_CONNECTIONS + _PROBE_CONNECTIONS,
+        "other_connections": _METRICS_CONNECTIONS + _PROBE_CONNECTIONS,
         "body_seconds": _BODY_SECONDS,
         "data_limit": maxconn - reserved,
         "per_address": maxconn - reserved // 2,
         "data_paths": " ".join(DATA_PATHS),
         "models_path": f"{MODELS}/",
         "encoded": _body(*_ENCODED, kind="invalid_request_error"),
+        "broken_header": BROKEN_HEADER,
+        "broken_status": _BROKEN_STATUS,
+        "request_bytes": request_bytes,
+        "too_large": _body("above_limit", too_large, kind="invalid_request_error"),
         **{name: _body(code, message) for name, (code, message) in _SENTENCES.items()},
     }
 
@@ -297,16 +328,16 @@ def _body(code: str, message: str, *, kind: str = "service_unavailable") -> str:
     return json.dumps({"error": {"code": code, "type": kind, "message": message}})
 
 
+def _check_path(path: str, what: str) -> None:
+    if not path.startswith("/") or any(c.isspace() or c in "'\"\\#" for c in path):
+        raise ValueError(f"{what} must be an absolute path without blanks and quotes, not {path!r}")
+
+
 def _regex(pattern: str) -> str:
     """Return the argument of a rule that matches a JSON key and its value."""
     if "'" in pattern:
         raise ValueError(f"a regular expression in a haproxy configuration cannot hold ': {pattern}")
     return f"'[{{,]{_B}\"({pattern})'"
-
-
-def _host(address: Address) -> str:
-    """Return the host of an address as an argument of ``check addr``."""
-    return f"[{address.host}]" if address.is_v6 else address.host
 
 
 def _bind(address: Address) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from sglang_rollout.api.limits_spec import limits_options
+from sglang_rollout.api.security_spec import GenerateAccess
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.controller.render import common, names
 from sglang_rollout.controller.render.common import Object, Settings, http_probe
@@ -103,8 +105,7 @@ def _front(rollout: SGLangRollout, settings: Settings) -> Object:
             *("--metrics-listen", f"[::]:{METRICS_PORT}"),
             *("--probes-listen", f"[::]:{PROBES_PORT}"),
             *("--smg-metrics", f"127.0.0.1:{SMG_METRICS_PORT}"),
-            # The containers of this pod share the folder for temporary files.
-            *("--runtime-dir", "/tmp/front"),  # noqa: S108
+            *limits_options(rollout.spec.engine.limits),
         ],
         ports=common.container_ports(http=FRONT_PORT, metrics=METRICS_PORT, probes=PROBES_PORT),
         startupProbe=http_probe(FRONT_HEALTH, PROBES_PORT, periodSeconds=1, timeoutSeconds=3, failureThreshold=60),
@@ -180,6 +181,7 @@ def _batches(rollout: SGLangRollout, settings: Settings) -> Object:
             *("--listen", f"127.0.0.1:{BATCHES_PORT}"),
             *("--smg-url", f"http://127.0.0.1:{SMG_PORT}"),
             *("--coordinator-url", f"http://127.0.0.1:{COORDINATOR_PORT}"),
+            *limits_options(rollout.spec.engine.limits),
         ],
         env=[common.HOME_ENV, {"name": MEMORY_VARIABLE, "valueFrom": {"resourceFieldRef": {"resource": "limits.memory"}}}],
         livenessProbe=http_probe(BATCHES_HEALTH, PROBES_PORT, periodSeconds=10, timeoutSeconds=5, failureThreshold=12),

@@ -61,6 +61,8 @@ def params(**more: Any) -> dict[str, Any]:
         (GENERATE, {"text": "a", "sampling_params": params(top_k=2**31)}, "top_k is larger than 2147483647"),
         (GENERATE, {"text": "a", "return_logprob": True, "top_logprobs_num": 2049}, "larger than the vocabulary of 2048 tokens"),
         (GENERATE, {"text": "a", "return_logprob": True, "logprob_start_len": -2}, "logprob_start_len is below -1"),
+        (GENERATE, {"text": "a", "return_hidden_states": [False]}, "return_hidden_states is a list, and the request has one prompt"),
+        (GENERATE, {"text": "a", "return_logprob": True, "top_logprobs_num": [0, -1]}, "top_logprobs_num is a list, and the request has"),
         (GENERATE, {"text": "a", "positional_embed_overrides": {"x": 1}}, "positional_embed_overrides is not offered"),
         (GENERATE, {"text": "a", "custom_labels": {"team": "a"}}, "custom_labels is not offered"),
         (COMPLETIONS, {"model": "default", "prompt": [99999], "max_tokens": 1}, "prompt holds token 99999"),

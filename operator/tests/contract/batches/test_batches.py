@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from sglang_rollout.api.limits_spec import Limits
 from sglang_rollout.batches import client, routes
 from sglang_rollout.wire.ports import BATCHES_HEALTH, VERSION_HEADER
 from tests.contract.support.coordinator_process import Lab, fleet_lab
@@ -165,6 +166,27 @@ async def test_an_invalid_batch_is_refused_with_sglangs_message(lab: Lab, script
     status, _, body = await lab.post("/generate", {"text": ["a", "b"], "rid": ["x", "x"]})
     assert (status, body) == (400, {"error": {"message": "Duplicate request IDs detected within the request: ['x']"}})
     assert script.seen == []
+
+
+@pytest.mark.parametrize(
+    ("data", "code"),
+    [
+        (b'{"text": ["a", "b", "c", "d", "e"]}', "above_limit"),
+        (b'{"text": ["a", "b"], "sampling_params": {"n": 9}}', "above_limit"),
+        (b'{"input_ids": [[5], ["5"]]}', "unreadable_body"),
+        (b'[{"text": ["a"]}]', "unreadable_body"),
+        ('{"text": ["a"]}'.encode("utf-16"), "unreadable_body"),
+        (b"no json", "unreadable_body"),
+    ],
+    ids=range(6),
+)
+async def test_a_batch_that_the_gates_cannot_refuse_is_refused(lab: Lab, script: Script, data: bytes, code: str) -> None:
+    await lab.end_batches()
+    await lab.start_batches(limits=Limits(prompts_per_request=4, samples_per_request=16, samples_per_prompt=16))
+    status, _, body = await lab.call("POST", "/generate", data=data)
+    assert (status, body["error"]["code"], body["error"]["type"]) == (400, code, "invalid_request_error")
+    assert script.seen == []
+    assert (await lab.post("/generate", {"text": ["a"] * 4, "sampling_params": {"n": 4}}))[0] == 200
 
 
 @pytest.mark.parametrize("more", [{}, {"stream": True}])

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.router
 
 BATCH = json.dumps({"text": ["x" * 160] * 200_000}).encode()
 """32 MiB."""
+LIMITS = ["--limits", json.dumps({"promptsPerRequest": 200_000, "samplesPerRequest": 200_000})]
 LEASE = TrainerLease(ttl_seconds=3, on_loss=OnLoss.PAUSE)
 
 
@@ -37,7 +38,7 @@ async def fleet_url(lab: Lab) -> AsyncIterator[str]:
     front = ["--smg", smg, "--coordinator", coordinator, "--batches", batches, "--runtime-dir", str(folder / "front")]
     lines = {
         "coordinator": ["coordinator", "--name", "demo", "--listen", coordinator, *urls, *files, "--public-url", f"http://{listen}"],
-        "batches": ["batches", "--listen", batches, *urls, "--coordinator-url", f"http://{coordinator}"],
+        "batches": ["batches", "--listen", batches, *urls, "--coordinator-url", f"http://{coordinator}", *LIMITS],
         "front": ["proxy", "front", "--listen", listen, *front],
     }
     processes = [Process(line, folder / f"{name}.log") for name, line in lines.items()]

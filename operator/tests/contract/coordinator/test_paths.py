@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -70,7 +68,8 @@ async def test_an_engine_with_a_closed_gate_is_not_asked(tmp_path: Path, monkeyp
     ("data", "arrives"),
     [
         (b'{"\\u0069nput_ids": [5, 1e3]}', b'{"input_ids":[5,1000.0]}'),
-        ('{"text": "é"}'.encode("utf-16"), '{"text":"é"}'.encode()),
+        (b'{"input_ids": [5, "99999"]}', b'{"input_ids":[5,"99999"]}'),
+        ('{"text": "é"}'.encode(), '{"text":"é"}'.encode()),
         (b'{"text": "a", "text": "b"}', b'{"text":"b"}'),
         (b'{"input": ["99999", "a"]}', b'{"input":["99999","a"]}'),
     ],
@@ -82,22 +81,14 @@ async def test_bodies_are_encoded_in_the_form_that_the_gates_filter_reads(lab: L
 
 
 @pytest.mark.parametrize(
-    ("body", "sentence"),
-    [
-        ({"input_ids": [5, "99999"]}, "input_ids holds a string: write token ids as numbers."),
-        ({"input_ids": [[5], ["99999"]]}, "input_ids holds a string"),
-        ({"input": [5, "99999"]}, "input holds strings beside other values in one list"),
-        ({"query": "a", "items": [["99999", 5]]}, "items holds strings beside other values in one list"),
-        ({"text": "a", "sampling_params": {"stop_token_ids": ["99999"]}}, "stop_token_ids holds a string"),
-        ([1], "/classify needs a JSON object"),
-        (b"{", "/classify needs a JSON object"),
-        (b"[" * 5000, "/classify needs a JSON object"),
-    ],
+    "data",
+    [b"[1]", b"{", b"[" * 5000, b'{"a":' * 100_000, '{"input_ids": [-1]}'.encode("utf-16"), b'{"input": }'],
+    ids=range(6),
 )
-async def test_bodies_with_hidden_token_ids_reach_no_engine(lab: Lab, body: Any, sentence: str) -> None:
+async def test_bodies_that_are_no_json_objects_reach_no_engine(lab: Lab, data: bytes) -> None:
     seen = [echo(agent, agent.agent.name) for agent in lab.agents]
-    status, _, answer = await lab.call("POST", "/classify", data=body if isinstance(body, bytes) else json.dumps(body).encode())
-    assert (status, sentence in answer["error"]["message"]) == (400, True), answer
+    status, _, answer = await lab.call("POST", "/classify", data=data)
+    assert (status, answer["error"]["code"]) == (400, "unreadable_body"), answer
     assert seen == [[], []]
 
 

@@ -92,10 +92,18 @@ async def test_a_request_that_would_end_sglang_does_not_reach_the_engine(
         assert (answer.status, answer.body["error"].get("code")) == (400, code), answer
 
 
-@pytest.mark.parametrize("body", ['{"\\u0069nput_ids": [99999]}', '{"input_ids": ["99999"]}', '{"input_ids": [1e5]}'])
-async def test_a_body_with_a_hidden_token_is_refused(fleet: CompleteFleet, body: str) -> None:
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        ('{"\\u0069nput_ids": [99999]}', "would_end_the_engine"),
+        ('{"input_ids": ["99999"]}', "unreadable_body"),
+        ('{"input_ids": [1e5]}', "unreadable_body"),
+    ],
+)
+async def test_a_body_with_a_hidden_token_is_refused(fleet: CompleteFleet, body: str, code: str) -> None:
+    """The batch server writes an escaped key plainly before the gate sees the key."""
     async with fleet.http.post(fleet.url + CLASSIFY, data=body) as reply:
-        assert (reply.status, "input_ids holds" in (await reply.json())["error"]["message"]) == (400, True)
+        assert (reply.status, (await reply.json())["error"]["code"]) == (400, code)
 
 
 async def test_every_path_of_sglang_is_served_or_refused_by_name(fleet: CompleteFleet) -> None:

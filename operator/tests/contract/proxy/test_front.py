@@ -47,6 +47,9 @@ from tests.support.ports import free_port
 pytestmark = pytest.mark.router
 
 
+REQUEST_BYTES = 2_000_000
+"""Largest body that the front accepts."""
+
 BROKEN_BODY = json.dumps({"text": "a" * 50_000})
 """Request of nearly the size that the front can repeat."""
 
@@ -116,8 +119,11 @@ async def front(tmp_path: Path) -> AsyncIterator[Front]:
     port = free_port()
     for part in parts:
         await part.start()
-    line = ["proxy", "front", "--listen", f"127.0.0.1:{port}", "--smg", f"127.0.0.1:{smg.port}"]
-    line += ["--coordinator", f"127.0.0.1:{coordinator.port}", "--batches", f"127.0.0.1:{batches.port}", "--runtime-dir", str(tmp_path)]
+    generate = free_port()
+    line = ["proxy", "front", "--listen", f"127.0.0.1:{port}", "--generate-listen", f"127.0.0.1:{generate}"]
+    line += ["--smg", f"127.0.0.1:{smg.port}", "--runtime-dir", str(tmp_path)]
+    line += ["--coordinator", f"127.0.0.1:{coordinator.port}", "--batches", f"127.0.0.1:{batches.port}"]
+    line += ["--limits", json.dumps({"requestBytes": REQUEST_BYTES})]
     process = Process(line, tmp_path / "front.log")
     await process.start()
     try:
@@ -143,6 +149,15 @@ CONTROL_PATHS = [
     *(SERVER_INFO, MODEL_INFO, LOADS, "/workers", "/get_weight_version", "/get_world_size", "/metrics", "/", "/unknown"),
     *("//flush_cache", "/GENERATE", "/generate/", "/generate/../flush_cache", "/v1/modelsx", "/flush_cache;/generate", "/health/../fleet"),
 ]
+
+
+async def test_a_body_whose_length_is_above_the_limit_reaches_no_process(front: Front) -> None:
+    for path in ("/generate", "/v1/chat/completions", DIRECT_PATHS[0]):
+        reader, writer = await asyncio.open_connection("127.0.0.1", URL(front.url).port)
+        writer.write(f"POST {path} HTTP/1.1\r\nHost: fleet\r\nContent-Length: {REQUEST_BYTES + 1}\r\n\r\n{{".encode())
+        assert (await reader.readline()).startswith(b"HTTP/1.1 400 ")
+        assert b'"code": "above_limit"' in await reader.readuntil(b"raises it.")
+        writer.close()
 
 
 CONNECTIONS = 64

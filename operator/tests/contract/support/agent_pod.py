@@ -16,6 +16,7 @@ from typing import Any
 import aiohttp
 from e2e.child import killed_with_parent
 
+from sglang_rollout.api.limits_spec import Limits, limits_options
 from sglang_rollout.wire.agent import AgentStatus
 from sglang_rollout.wire.ports import AGENT_ACK, AGENT_FENCE, AGENT_GATE, AGENT_HEALTH, AGENT_SYNC, TERM_HEADER
 from sglang_rollout.wire.states import Version
@@ -75,7 +76,6 @@ class Pod:
     http: aiohttp.ClientSession
     with_boot_file: bool = False
     gate_port: int = field(default_factory=free_port)
-    agent_port: int = field(default_factory=free_port)
     term: int = 1
     name: str = "e0"
     fleet_url: str | None = None
@@ -86,7 +86,10 @@ class Pod:
         agent = f"127.0.0.1:{self.agent_port}"
         engine = self.engine_url.removeprefix("http://")
         self.gate = Process(
-            ["proxy", "gate", "--listen", f"127.0.0.1:{self.gate_port}", "--engine", engine, "--agent", agent, "--socket", sock],
+            [
+                *("proxy", "gate", "--listen", f"127.0.0.1:{self.gate_port}", "--engine", engine, "--agent", agent, "--socket", sock),
+                *limits_options(self.limits),
+            ],
             self.folder / "gate.log",
         )
         more = ["--boot-file", str(self.boot_file)] if self.with_boot_file else []
@@ -140,10 +143,14 @@ class Pod:
             return Answer(reply.status, reply.reason or "", dict(reply.headers), document)
 
     async def control(
-        self, path: str, body: Any = None, *, term: int | None = None, token: str = TOKEN, headers: Mapping[str, str] | None = None
+        self, path: str, body: Any = None, *, term: int | None = None, token: str | None = None, headers: Mapping[str, str] | None = None
     ) -> Answer:
         """Send a call as the coordinator does."""
-        all_headers = {"Authorization": f"Bearer {token}", TERM_HEADER: str(self.term if term is None else term), **(headers or {})}
+        all_headers = {
+            "Authorization": f"Bearer {token or self.token}",
+            TERM_HEADER: str(self.term if term is None else term),
+            **(headers or {}),
+        }
         return await self.ask("POST", path, {} if body is None else body, all_headers)
 
     async def status(self, committed: dict[str, Any] | None = None) -> AgentStatus:
@@ -164,8 +171,8 @@ class Pod:
         assert answer.status == 200, answer.body
         return AgentStatus.model_validate(answer.body)
 
-    async def generate(self, tokens: int = 4) -> Answer:
-        return await self.ask("POST", "/generate", {"text": "alpha", "sampling_params": {"max_new_tokens": tokens, "ignore_eos": True}})
+    async def generate(self, tokens: int = 4, text: str = "alpha") -> Answer:
+        return await self.ask("POST", "/generate", {"text": text, "sampling_params": {"max_new_tokens": tokens, "ignore_eos": True}})
 
     async def is_closed(self) -> bool:
         answer = await self.generate()

@@ -12,6 +12,8 @@ from typing import Any
 import aiohttp
 
 from sglang_rollout.api.intent import Intent, WantedEngine
+from sglang_rollout.api.limits_spec import Limits
+from sglang_rollout.api.security_spec import Security, Signatures
 from sglang_rollout.api.weights_spec import Weights
 from sglang_rollout.coordinator.main import Options, serve
 from sglang_rollout.wire.ports import FLEET

@@ -14,6 +14,8 @@ import aiohttp
 from aiohttp import web
 
 from sglang_rollout.api.intent import Intent, WantedEngine
+from sglang_rollout.api.limits_spec import Limits
+from sglang_rollout.api.security_spec import Security
 from sglang_rollout.api.weights_spec import Deadlines, Weights
 from sglang_rollout.batches import main as batches
 from sglang_rollout.batches.memory import DEFAULT_LIMIT_BYTES
@@ -218,11 +220,15 @@ class Lab:
             token_file=self.folder / "token", public_url=self.url, kubernetes=False,
             intent_file=self.folder / "intent.json", record_file=self.record,
         )  # fmt: skip
-        self.coordinator = asyncio.create_task(serve(options, TOKEN))
+        self.coordinator = asyncio.create_task(serve(options, CredentialFile(self.folder / "token")))
 
-    async def start_batches(self, memory: int = DEFAULT_LIMIT_BYTES) -> None:
-        address = Address("127.0.0.1", self.batches_port)
-        options = batches.Options(address, f"http://127.0.0.1:{self.smg.port}", self.url, memory, shutdown_seconds=0.1)
+    async def start_batches(
+        self, memory: int = DEFAULT_LIMIT_BYTES, limits: Limits | None = None, *, check_data_callers: bool = False
+    ) -> None:
+        address, smg = Address("127.0.0.1", self.batches_port), f"http://127.0.0.1:{self.smg.port}"
+        options = batches.Options(
+            address, smg, self.url, memory, limits or Limits(), check_data_callers=check_data_callers, shutdown_seconds=0.1
+        )
         self.batches = asyncio.create_task(batches.serve(options))
 
         async def are_up() -> bool:

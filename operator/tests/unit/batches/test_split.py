@@ -9,11 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_rollout.batches.split import BatchError, add_index, encode, join, split
+from sglang_rollout.api.limits_spec import Limits
+from sglang_rollout.batches.split import BatchError, add_index, encode, join, parse, split
+
+LIMITS = Limits(prompts_per_request=40, samples_per_request=1024)
 
 
 def items(**body: Any) -> list[dict[str, Any]]:
-    batch = split(body)
+    batch = split(body, LIMITS)
     assert batch is not None
     return [batch.item(index) for index in range(batch.size)]
 
@@ -71,7 +74,7 @@ def batched(requests: list[dict[str, Any]]) -> dict[str, Any]:
 
 @given(singles())
 def test_a_batch_is_split_into_its_requests(requests: list[dict[str, Any]]) -> None:
-    batch = split(batched(requests))
+    batch = split(batched(requests), LIMITS)
     assert batch is not None
     assert [{key: value for key, value in item.items() if value is not None} for item in map(batch.item, range(batch.size))] == [
         {key: value for key, value in request.items() if value is not None} for request in requests
@@ -83,7 +86,7 @@ def test_a_batch_is_split_into_its_requests(requests: list[dict[str, Any]]) -> N
 def test_joined_answers_are_one_list_in_order(answers: list[list[dict[str, Any]]], indent: int) -> None:
     """An answer with one sample is an object, one with several is a list."""
     raw = [json.dumps(answer[0] if len(answer) == 1 else answer, indent=indent or None).encode() for answer in answers]
-    assert json.loads(join(raw)) == [sample for answer in answers for sample in answer]
+    assert json.loads(b"".join(join(raw))) == [sample for answer in answers for sample in answer]
 
 
 @pytest.mark.parametrize(
@@ -101,7 +104,7 @@ def test_joined_answers_are_one_list_in_order(answers: list[list[dict[str, Any]]
     ],
 )
 def test_a_body_with_one_prompt_is_not_a_batch(body: dict[str, Any]) -> None:
-    assert split(body) is None
+    assert split(body, LIMITS) is None
 
 
 def test_an_invalid_number_of_samples_is_left_to_sglang() -> None:
@@ -126,9 +129,18 @@ def test_bootstrap_rooms_are_numbered() -> None:
     assert [item["bootstrap_room"] for item in items(text=["a", "b"], bootstrap_room=[5, 9])] == [5, 9]
 
 
+def test_the_requests_of_a_batch_outlive_its_fields() -> None:
+    batch = split({"text": ["a", "b"], "image_data": "i"}, Limits())
+    assert batch is not None
+    made = [batch.item(0), batch.item(1)]
+    batch.drop_fields()
+    assert (batch.common, batch.columns) == ({}, {})
+    assert made == [{"text": "a", "image_data": "i"}, {"text": "b", "image_data": "i"}]
+
+
 def test_an_empty_batch_has_no_items() -> None:
     assert items(text=[]) == []
-    assert join([]) == b"[]"
+    assert b"".join(join([])) == b"[]"
 
 
 @given(st.dictionaries(KEYS, st.text(st.sampled_from("aé\U0001f600\ud83d"), max_size=3)))
@@ -159,8 +171,80 @@ def test_valid_text_is_not_escaped() -> None:
 )
 def test_an_invalid_batch_gets_sglangs_message(more: dict[str, Any], words: str) -> None:
     with pytest.raises(BatchError) as error:
-        split({"text": ["a", "b"], **more})
-    assert str(error.value) == words
+        split({"text": ["a", "b"], **more}, LIMITS)
+    assert (str(error.value), error.value.code) == (words, None)
+
+
+SAMPLES = "The number of samples of all prompts is "
+
+
+@pytest.mark.parametrize(
+    ("body", "words", "field"),
+    [
+        ({"text": ["a"] * 41}, "The number of prompts in text is 41, above the limit of 40", "promptsPerRequest"),
+        ({"input_ids": [[1]] * 41}, "The number of prompts in input_ids is 41, above the limit of 40", "promptsPerRequest"),
+        ({"input_embeds": [[[0.5]]] * 41}, "The number of prompts in input_embeds is 41, above the limit of 40", "promptsPerRequest"),
+        ({"text": ["a"] * 40, "sampling_params": {"n": 26}}, SAMPLES + "1040, above the limit of 1024", "samplesPerRequest"),
+        ({"text": ["a"] * 2, "sampling_params": [{}, {"beam_width": 513}]}, SAMPLES + "1026, above the limit of 1024", "samplesPerRequest"),
+        ({"text": ["a"], "sampling_params": {"best_of": 1025.0}}, SAMPLES + "1025, above the limit of 1024", "samplesPerRequest"),
+        ({"text": ["a"], "sampling_params": {"n": 1e308}}, SAMPLES + "1e+18, above the limit of 1024", "samplesPerRequest"),
+        ({"text": ["a"], "sampling_params": {"n": 10**400}}, SAMPLES + "1e+18, above the limit of 1024", "samplesPerRequest"),
+    ],
+)
+def test_a_batch_above_a_limit_is_refused_with_the_field_that_raises_it(body: dict[str, Any], words: str, field: str) -> None:
+    with pytest.raises(BatchError) as error:
+        split(body, LIMITS)
+    assert (str(error.value), error.value.code) == (f"{words}; engine.limits.{field} raises it.", "above_limit")
+
+
+def test_a_batch_within_the_limits_is_split() -> None:
+    assert len(items(text=["a"] * 40, sampling_params=[{"n": 25, "best_of": None, "custom_params": {"n": 99}}] * 40)) == 40
+
+
+WHOLE = "write token ids as whole numbers."
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"input_ids": [[5], [6, "7"]]}, "input_ids holds a string: write token ids as numbers."),
+        ({"input_ids": [[5], [5.0]]}, f"input_ids holds 5.0: {WHOLE}"),
+        ({"input_ids": [[1e9]]}, f"input_ids holds 1000000000.0: {WHOLE}"),
+        ({"input_ids": [[5, True]]}, f"input_ids holds true: {WHOLE}"),
+        ({"input_ids": [[5], None]}, f"input_ids holds null: {WHOLE}"),
+        ({"input_ids": [[5], [float("inf")]]}, f"input_ids holds Infinity: {WHOLE}"),
+        ({"input_ids": [[{"a": "b"}]]}, f"input_ids holds ??a????b??: {WHOLE}"),
+        ({"text": ["a"], "input_ids": [["5"]]}, "input_ids holds a string: write token ids as numbers."),
+        ({"text": ["a"], "token_ids_logprob": [[5], ["5"]]}, "token_ids_logprob holds a string: write token ids as numbers."),
+        ({"text": ["a"], "sampling_params": {"stop_token_ids": [5.5]}}, f"stop_token_ids holds 5.5: {WHOLE}"),
+        ({"text": ["a"], "sampling_params": [{}, {"stop_token_ids": ["5"]}]}, "stop_token_ids holds a string: write token ids as numbers."),
+    ],
+)
+def test_a_token_id_that_is_no_integer_is_refused(body: dict[str, Any], words: str) -> None:
+    with pytest.raises(BatchError) as error:
+        split(body, LIMITS)
+    assert (str(error.value), error.value.code) == (words, "unreadable_body")
+
+
+BODY = '{"text": ["a"]}'
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        *(BODY.encode(name) for name in ("utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be", "utf-8-sig")),
+        *(b"", b"[]", b"null", b'"a"', b"5", b"no json", b"{'text': 1}", b'{"text": }', b'{"text": "\xff"}', b'{"a":' * 10**5),
+    ],
+)
+def test_a_body_that_is_no_json_object_is_refused(data: bytes) -> None:
+    with pytest.raises(BatchError, match=r"^The body (is not a JSON object in UTF-8|nests too deep)") as error:
+        parse(data)
+    assert error.value.code == "unreadable_body"
+
+
+@pytest.mark.parametrize("data", ["{}", BODY, " \n{ " + BODY[1:], '{"\\u0074ext": ["a"]}', '{"text": ["é"]}'])
+def test_a_json_object_is_parsed(data: str) -> None:
+    assert parse(data.encode()) == json.loads(data)
 
 
 def test_events_get_sglangs_index() -> None:

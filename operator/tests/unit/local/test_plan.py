@@ -1,10 +1,12 @@
 """Which processes make up a local fleet."""
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from sglang_rollout.api.limits_spec import Limits
 from sglang_rollout.api.weights_spec import Weights
 from sglang_rollout.local.plan import Folders, Plan, count_ports, parse_engine
 from sglang_rollout.proxy.address import Address
@@ -34,6 +36,15 @@ def test_each_engine_has_a_gate_and_an_agent_and_the_front_is_last() -> None:
     gate = children[2].command
     assert gate[gate.index("--socket") + 1] == agent[agent.index("--gate-socket") + 1]
     assert gate[gate.index("--agent") + 1] == agent[agent.index("--listen") + 1]
+
+
+def test_gates_front_and_batch_server_know_the_limits() -> None:
+    plan = replace(PLAN, limits=Limits(samples_per_prompt=9), custom_logit_processors=True)
+    lines = {child.name: child.command for child in plan.children(FOLDERS)}
+    limited = {name for name, line in lines.items() if ("--limits", '{"samplesPerPrompt":9}') in pairwise(line)}
+    assert limited == {"local-engine-0-gate", "local-engine-1-gate", "batches", "front"}
+    assert {name for name, line in lines.items() if "--custom-logit-processors" in line} == {"local-engine-0-gate", "local-engine-1-gate"}
+    assert not any("--limits" in child.command for child in PLAN.children(FOLDERS)), "defaults need no option"
 
 
 def test_the_intent_names_the_gates() -> None:

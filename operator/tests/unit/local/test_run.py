@@ -25,6 +25,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from sglang_rollout.api.weights_spec import Transport, Weights
+from sglang_rollout.credentials import CredentialFile
 from sglang_rollout.local import cli
 from sglang_rollout.local.plan import Child, EngineArg
 from sglang_rollout.local.sizes import Sizes, SizesError, check_sizes, read_sizes
@@ -228,7 +229,9 @@ def test_it_runs_without_engines_and_ends_on_sigterm(fleet: tuple[subprocess.Pop
     assert process.wait(20) == 0
     assert not [pid for pid in ended if alive(pid)]
     assert not [line for line in folders if Path(line).exists()], "configurations and sockets are gone"
-    assert oct((tmp_path / "state" / "token").stat().st_mode)[-3:] == "600"
+    key, credential = tmp_path / "state" / "token", tmp_path / "state" / "credentials" / "local-engine-0"
+    assert [oct(file.stat().st_mode)[-3:] for file in (key, credential)] == ["600", "600"]
+    assert CredentialFile(credential).lines() == CredentialFile(key).derive("local-engine-0").lines()
 
 
 def test_an_engine_with_another_size_stays_out(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 -- Runs the gate's filter over bodies in all pieces of two, and in pieces of one byte. Loaded by haproxy -c, whose Lua it needs.
--- The environment names the files: GUARD, CASES (path, vocabulary, adapters and body, a line each), RESULTS (the answers, a line for each body).
+-- The environment names the files: GUARD, CASES (path, vocabulary, adapters and body in hexadecimal, a line each), RESULTS (the answers, a
+-- line for each body).
 local class
 filter = { FLT_CFG_FL_HTX = 0 }
 core.register_filter = function(_, given) class = given end
@@ -27,7 +28,8 @@ end
 
 local out = io.open(os.getenv("RESULTS"), "w")
 for line in io.lines(os.getenv("CASES")) do
-  local path, vocabulary, adapters, body = line:match("^(%S+) (%S+) (%S+) (.*)$")
+  local path, vocabulary, adapters, body = line:match("^(%S+) (%S+) (%S+) (%x*)$")
+  body = body:gsub("%x%x", function(byte) return string.char(tonumber(byte, 16)) end)
   local found, passed = answer(path, vocabulary, adapters, { body })
   local splits = { {} }
   for at = 1, #body do

@@ -1,0 +1,356 @@
+-- Fields of requests that the gate's filter checks, with their sentences. The reader is in guard.lua and guard_lists.lua, which follow
+-- this file.
+--
+-- The line before this file sets SETTINGS: each limit by its name in spec.engine.limits, and customLogitProcessors if the engines accept
+-- them.
+
+-- Sampling is done in 32 bits.
+local LARGEST_K = 2147483647
+
+-- Length of a list of adapters that is read.
+local ADAPTERS_WINDOW = 4096
+
+local LONGEST_NUMBER = 40
+
+-- Length of the patterns of stop_regex that are read. SGLang takes 32 patterns of 256 bytes.
+local PATTERNS_WINDOW = 65536
+
+-- Refusals: sentences, with a code for programs.
+
+local function refuse(self, code, sentence, ...)
+  self.code = code
+  return sentence:format(...)
+end
+
+local function unreadable(self, sentence, ...)
+  return refuse(self, "unreadable_body", sentence, ...)
+end
+
+local function above(self, subject, number, limit)
+  return refuse(
+    self, "above_limit", "%s is %.14g, above the limit of %d; engine.limits.%s raises it.", subject, number, SETTINGS[limit], limit
+  )
+end
+
+local function no_object(self)
+  return unreadable(self, "The body is not a JSON object in UTF-8.")
+end
+
+local function more_than(self, subject, what, limit)
+  return refuse(self, "above_limit", "%s has more than %d %s; engine.limits.%s raises it.", subject, SETTINGS[limit], what, limit)
+end
+
+local function written(word)
+  return (word:gsub("[^%w_./:@ +-]", "?"):sub(1, 20))
+end
+
+local function is_empty(self, key)
+  return refuse(self, "would_end_the_engine", "%s is empty: give at least one token.", key)
+end
+
+-- Counts. A request has as many samples as prompts times samples of each.
+
+local function count_samples(self)
+  local number = self.samples * self.prompts
+  if number > SETTINGS.samplesPerRequest then
+    return above(self, "The number of samples of all prompts", number, "samplesPerRequest")
+  end
+end
+
+local function count_prompt(self, key)
+  local number = (self.counts[key] or 0) + 1
+  self.counts[key] = number
+  if number <= self.prompts then
+    return nil
+  end
+  self.prompts = number
+  if number > SETTINGS.promptsPerRequest then
+    return above(self, "The number of prompts in " .. key, number, "promptsPerRequest")
+  end
+  return count_samples(self)
+end
+
+-- Checks of numbers.
+
+local function samples(self, key, number)
+  if number > SETTINGS.samplesPerPrompt then
+    return above(self, key, number, "samplesPerPrompt")
+  end
+  self.samples = math.max(self.samples, number)
+  return count_samples(self)
+end
+
+local function number_of_logprobs(self, key, number)
+  if self.vocabulary and number > self.vocabulary then
+    return refuse(self, "would_end_the_engine", "%s is larger than the vocabulary of %d tokens.", key, self.vocabulary)
+  end
+  if number > SETTINGS.logprobsPerToken then
+    return above(self, key, number, "logprobsPerToken")
+  end
+end
+
+local function top_k(self, key, number)
+  if number > LARGEST_K then
+    return refuse(self, "would_end_the_engine", "%s is larger than %d; use -1 for the whole vocabulary.", key, LARGEST_K)
+  end
+end
+
+local function logprob_start(self, key, number)
+  if number < -1 then
+    return refuse(self, "would_end_the_engine", "%s is below -1, which means the prompt's end.", key)
+  end
+end
+
+-- Stop tokens outside the vocabulary are harmless, and used, until SGLang has to suppress them.
+local function least_tokens(self, _, number)
+  self.suppresses = self.suppresses or number > 0
+  if self.suppresses and self.stop_sentence then
+    return refuse(self, "would_end_the_engine", "%s", self.stop_sentence)
+  end
+end
+
+-- A value for each prompt. SGLang reads a list in a request with one prompt as one value.
+local function for_each_prompt(self, text, value, key)
+  if self.depth == 1 and text:byte(value) == 91 then -- [
+    self.listed = key
+  end
+  return value
+end
+
+local function any_number() end
+
+-- A word of JSON that stands for a number. SGLang also reads strings, fractions and exponents as whole numbers.
+local function check_number(self, key, word, check)
+  if word == "null" or word == "true" or word == "false" then
+    return nil
+  end
+  local number = #word < LONGEST_NUMBER and word:find("^%-?%d") and tonumber(word)
+  if not number then
+    return unreadable(self, "%s is %s: write a number.", key, written(word))
+  end
+  return check(self, key, number)
+end
+
+-- Fields. `read` gets the text, the place of the value, and the key. It returns the place to continue at, or nil and a sentence, or nil
+-- alone if the value continues in the next piece.
+
+local function number(check)
+  return function(self, text, value, key)
+    if text:byte(value) == 91 then -- [
+      self.list = { key = key, check = check, nest = 0 }
+      self.listed = self.depth == 1 and key or self.listed
+      return value
+    end
+    local word, after = text:match("^([^,%s%]}]*)()", value)
+    if after > #text and #word < LONGEST_NUMBER then
+      return nil
+    end
+    local sentence = check_number(self, key, word, check)
+    if sentence then
+      return nil, sentence
+    end
+    return value
+  end
+end
+
+-- A number in sampling_params, whose types SGLang's HTTP server does not check. The values of other fields are checked there.
+local function sampling_number(self, text, value, key)
+  if self.depth == 1 then
+    return value
+  end
+  if text:byte(value) == 91 then -- [
+    return nil, unreadable(self, "%s is a list: write a number.", key)
+  end
+  return number(any_number)(self, text, value, key)
+end
+
+-- Count what a pattern repeats, in a JSON string. Escaped characters and classes do not count, and the repetition of a group counts twice.
+local function repetitions(pattern)
+  if pattern:find("\\u00[0-7]") then
+    return math.huge -- perhaps a * that is written as an escape
+  end
+  pattern = pattern:gsub("\\\\.", "x"):gsub("%[%^?%]?[^%]]*%]", "x"):gsub("%(%?", "("):gsub("{%d*,?%d*}", "*"):gsub("([*+?])[?+]", "%1")
+  return select(2, pattern:gsub("[*+?]", "")) + select(2, pattern:gsub("%)[*+]", ""))
+end
+
+-- Patterns that SGLang matches after each token. Python's matcher can take forever, and the engine does nothing else meanwhile.
+local function stop_patterns(self, text, value, key)
+  local word = text:sub(value, value + PATTERNS_WINDOW)
+  local plain = word:gsub('\\["\\]', "  ") -- as long as the word, without the quotes inside of strings
+  local at = 1
+  repeat
+    local first, close = plain:match('^[%[,%s]*"()[^"]*()"', at)
+    local number = first and repetitions(word:sub(first, close - 1)) or 0
+    if number > SETTINGS.stopRegexRepetitions then
+      return nil, above(self, "The number of repetitions in " .. key, number, "stopRegexRepetitions")
+    end
+    at = first and close + 1 or at
+  until not first or plain:byte() == 34 -- "
+  local continues = plain:find('^[%[,%s]*$', at) or plain:find('^[%[,%s]*"[^"]*$', at)
+  if continues and plain:find(at == 1 and '^["%[]' or "^%[") then
+    if #word > PATTERNS_WINDOW then
+      return nil, unreadable(self, "%s is longer than %d bytes.", key, PATTERNS_WINDOW)
+    end
+    return nil
+  end
+  return value
+end
+
+-- Token ids. Options: `empty` if the list may be empty, `texts` if it may hold texts, `prompts` if its rows are prompts, `most` for the
+-- limit of a row, `known` if SGLang itself compares them with the vocabulary.
+local function tokens(options)
+  return function(self, text, value, key)
+    if text:byte(value) ~= 91 then
+      return value
+    end
+    if options.texts then
+      local first = text:match('^%[%s*([^%s])', value)
+      if not first then
+        return nil
+      end
+      if first == '"' or first == "{" then
+        return value
+      end
+    end
+    self.list = { key = key, tokens = options, nest = 0 }
+    return value
+  end
+end
+
+local function texts(self, text, value, key)
+  if text:byte(value) == 91 then
+    local after = text:match("^%[%s*%[?%s*()", value)
+    if after > #text then
+      return nil
+    end
+    if text:byte(after) == 93 then -- ]
+      return nil, is_empty(self, key)
+    end
+    self.batch = true
+  end
+  return value
+end
+
+local function embeddings(self, text, value, key)
+  if text:byte(value) == 91 then
+    self.list = { key = key, embeddings = true, nest = 0 }
+  end
+  return value
+end
+
+-- Bytes of a value, from its start to the next key.
+local function sized(subject, limit)
+  return function(self, _, value, key)
+    if not self.sized then
+      self.sized = { subject = subject, key = key, limit = limit, depth = self.depth, start = self.base + value }
+    end
+    return value
+  end
+end
+
+local function not_offered(code, sentence)
+  return function(self, text, value, key)
+    if text:byte(value) ~= 110 then -- null
+      return nil, refuse(self, code, sentence, key)
+    end
+    return value
+  end
+end
+
+local function quoted(name)
+  return (name:gsub("[^%w_.~-]", function(c) return ("%%%02X"):format(c:byte()) end))
+end
+
+-- A name with a backslash is written in a way of JSON's that is left to SGLang.
+local function adapter(self, text, value)
+  local word = text:sub(value, value + ADAPTERS_WINDOW)
+  local names = word:match("^%b[]") or word:match('^"[^"]*"')
+  if not names and word:find('^["[]') and #text - value < ADAPTERS_WINDOW then
+    return nil
+  end
+  for name in (self.adapters and names or ""):gmatch('"([^"]+)"') do
+    if not name:find("\\", 1, true) and not self.adapters:find("," .. quoted(name) .. ",", 1, true) then
+      local shown = name:gsub("[^%w_./:@ -]", "?"):sub(1, 100)
+      return nil, refuse(self, "adapter_not_loaded", "LoRA adapter %s is not loaded; GET /fleet lists those that are.", shown)
+    end
+  end
+  return value
+end
+
+local NEVER = not_offered("would_end_the_engine", "%s is not offered here: it ends the engine's process.")
+local PROCESSOR = not SETTINGS.customLogitProcessors and not_offered(
+  "not_accepted",
+  "%s is refused: these engines run no code from requests. engine.args with --enable-custom-logit-processor, which engine.acceptFlags has"
+    .. " to list, allows it."
+) or nil
+local INTERNAL = not_offered("not_accepted", "%s is refused: SGLang sets it itself.")
+local GRAMMAR = sized("The grammar up to ", "grammarBytes")
+local MEDIA = sized("The media up to ", "mediaBytes")
+-- SGLang does not check that a grammar in sampling_params is a string.
+local function grammar(self, text, value, key)
+  if self.depth == 2 and not text:find('^["n]', value) then
+    return nil, unreadable(self, "%s is no string: write the grammar into one.", key)
+  end
+  return GRAMMAR(self, text, value, key)
+end
+
+local IDS = tokens({ prompts = true })
+local IDS_OR_TEXTS = tokens({ texts = true, prompts = true })
+
+local SHARED = {
+  input_ids = IDS, stop_token_ids = tokens({ empty = true, stop = true }),
+  top_k = number(top_k), n = number(samples), best_of = number(samples), beam_width = number(samples),
+  json_schema = grammar, regex = grammar, ebnf = grammar, structural_tag = grammar, choice = GRAMMAR, response_format = GRAMMAR,
+  stop_regex = stop_patterns,
+  custom_logit_processor = PROCESSOR, lora_path = adapter, positional_embed_overrides = NEVER,
+  -- /v1/score sets these inside SGLang, which does not check them against the length of the prompt.
+  token_indices_to_pool = NEVER, multi_item_delimiter_indices = NEVER,
+}
+for _, key in ipairs({
+  "temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "max_new_tokens", "stream_interval",
+  "sampling_seed",
+}) do
+  SHARED[key] = sampling_number
+end
+for _, key in ipairs({
+  "stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "is_normalized", "ebnf_full_assistant",
+  "lora_id", "http_worker_ipc", "need_wait_for_mm_inputs", "num_items_assigned", "encoder_urls",
+}) do
+  SHARED[key] = INTERNAL
+end
+
+local function with(more)
+  for key, field in pairs(SHARED) do
+    more[key] = field
+  end
+  return more
+end
+
+-- Fields of each path, at the top and in sampling_params.
+local FIELDS = {
+  ["/generate"] = with({
+    text = texts, input_embeds = embeddings, min_new_tokens = number(least_tokens), logprob_start_len = number(logprob_start),
+    top_logprobs_num = number(number_of_logprobs), token_ids_logprob = tokens({ empty = true, known = true, most = "logprobsPerToken" }),
+    return_hidden_states = for_each_prompt,
+    -- Labels that SGLang's metrics were not made with end an engine that exports them (engine.metrics).
+    custom_labels = NEVER,
+  }),
+  ["/v1/completions"] = with({ prompt = IDS_OR_TEXTS, min_tokens = number(least_tokens), logprobs = number(number_of_logprobs) }),
+  ["/v1/chat/completions"] = with({ min_tokens = number(least_tokens), top_logprobs = number(number_of_logprobs) }),
+}
+for _, path in ipairs({ "/classify", "/encode" }) do
+  FIELDS[path] = with({ text = texts, min_new_tokens = number(least_tokens), embed_overrides = NEVER })
+end
+for _, path in ipairs({ "/v1/classify", "/v1/embeddings" }) do
+  FIELDS[path] = with({ input = IDS_OR_TEXTS, embed_overrides = NEVER })
+end
+FIELDS["/v1/score"] = with({
+  query = tokens({ empty = true }), items = IDS_OR_TEXTS, label_token_ids = tokens({ empty = true, most = "logprobsPerToken" }),
+  query_embed_overrides = NEVER, item_embed_overrides = NEVER,
+})
+FIELDS["/v1/rerank"] = with({})
+for _, path in ipairs({ "/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize" }) do
+  FIELDS[path] = {}
+end
+
+-- Keys of strings that are no image, audio or video themselves.
