@@ -15,6 +15,13 @@ _LARGEST_BODY = 512 * _MEGABYTE
 """smg's own limit (`--max-payload-size`)."""
 
 
+class MediaUrls(StrEnum):
+    """Images, audio and video that a request names by an http or https URL."""
+
+    REFUSED = "Refused"
+    ALLOWED = "Allowed"
+
+
 class Limits(ApiModel):
     """Largest values of a request. SGLang has no such limits, and one request with larger values can end an engine."""
 
@@ -46,6 +53,10 @@ class Limits(ApiModel):
     while it matches a pattern, and patterns with more repetitions can take forever."""
     media_bytes: int = Field(default=64 * _MEGABYTE, ge=1, le=_LARGEST_BODY)
     """Bytes of images, audio and video in one request, as they are written (base64)."""
+    media_urls: MediaUrls = MediaUrls.REFUSED
+    """Images, audio and video by URL: `Refused` or `Allowed`. The engine would fetch a URL from its own network, where it also reaches its
+    SGLang server without the gate. With `Allowed`, restrict the hosts by `--allowed-media-domains` in `engine.args`. Paths of files are
+    always refused."""
     request_bytes: int = Field(default=128 * _MEGABYTE, ge=1024, le=_LARGEST_BODY)
     """Bytes of the body of one request. A batch of prompts has at most 64 MiB in any case."""
 

@@ -354,3 +354,53 @@ for _, path in ipairs({ "/tokenize", "/detokenize", "/v1/tokenize", "/v1/detoken
 end
 
 -- Keys of strings that are no image, audio or video themselves.
+local NO_MEDIA = { type = true, format = true, detail = true, content_hash = true }
+
+-- Linux opens no path with more characters.
+local LONGEST_PATH = 4096
+
+-- Characters of a string that tell a path from base64. Each of them may be written as \/.
+local PLACE_WINDOW = 2 * LONGEST_PATH
+
+-- How files begin in base64: PNG, JPEG, GIF, RIFF (WebP, WAV, AVI), MP4 (also HEIC and AVIF), WebM, Ogg, FLAC, MP3.
+local MEDIA_STARTS = { "^iVBORw0KGgo", "^/9j/", "^R0lGOD", "^UklGR", "^AAAA", "^GkXfo", "^T2dnU", "^ZkxhQ", "^SUQz" }
+
+local function is_path(word)
+  if word:find("[:.\\]") then
+    return true
+  end
+  for _, start in ipairs(MEDIA_STARTS) do
+    if word:find(start) then
+      return false
+    end
+  end
+  return word:find("^/") or #word < LONGEST_PATH
+end
+
+-- An image, audio or video. SGLang opens paths in the engine's container, and fetches URLs, where a server without a gate may listen.
+local function check_place(self, key, word)
+  word = word:gsub("\\/", "/")
+  if NO_MEDIA[key] or word == "" or word:find("^data:") then
+    return nil
+  end
+  if not word:find("^https?://") then
+    if is_path(word) then
+      return refuse(self, "not_accepted", "%s names a file: send its content, as a data: URL or in base64.", key)
+    end
+    return nil
+  end
+  if SETTINGS.mediaUrls ~= "Allowed" then
+    return refuse(
+      self, "not_accepted", "%s is a URL, which the engine would fetch: send its content as a data: URL, or set engine.limits.mediaUrls.", key
+    )
+  end
+end
+
+-- Keys of images, audio and video, at any depth.
+local MEDIA_KEYS = {
+  image_data = MEDIA, video_data = MEDIA, audio_data = MEDIA, image_url = MEDIA, video_url = MEDIA, audio_url = MEDIA,
+  input_audio = MEDIA, image = MEDIA, video = MEDIA, audio = MEDIA,
+}
+local PROMPTS = { text = true, prompt = true, input = true, items = true, documents = true }
+local NEVER_EMPTY = { text = true, prompt = true, input = true, items = true }
+local TEXTS_OR_TOKENS = { prompt = true, input = true, items = true }

@@ -13,6 +13,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from sglang_rollout.api.limits_spec import Limits, MediaUrls
 from sglang_rollout.sglang.api import DATA_PATHS
 from sglang_rollout.testing import StandIn
 from tests.contract.support.complete_fleet import CompleteFleet, complete_fleet
@@ -86,7 +87,7 @@ async def recorded(tmp_path: Path) -> AsyncIterator[tuple[CompleteFleet, Recorde
             runner = web.AppRunner(app, shutdown_timeout=0.1)
             await runner.setup()
             await web.TCPSite(runner, "127.0.0.1", port).start()
-            async with complete_fleet(tmp_path, [f"http://127.0.0.1:{port}"]) as fleet:
+            async with complete_fleet(tmp_path, [f"http://127.0.0.1:{port}"], limits=Limits(media_urls=MediaUrls.ALLOWED)) as fleet:
                 await fleet.serving(1)
                 await fleet.generate({"input_ids": [5], "sampling_params": FEW})
                 yield fleet, recorder

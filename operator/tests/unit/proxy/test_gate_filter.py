@@ -370,3 +370,28 @@ def test_paths_of_media_are_refused(tmp_path: Path, value: str) -> None:
     assert all(sentence.endswith("names a file: send its content, as a data: URL or in base64.") for sentence in found), found
 
 
+def test_escaped_paths_of_media_are_refused(tmp_path: Path) -> None:
+    bodies = [
+        f'{{"text": "a", "image_data": "{path}"}}'
+        for path in ("\\/etc\\/passwd", "\\u002fetc/passwd", "fi\\u006ce:///x", "dev\\/zero", "proc\\/self\\/root\\/" * 9)
+    ]
+    found = run(tmp_path, [(GENERATE, "2048", body) for body in bodies])
+    assert all(sentence.startswith("image_data names a file") for sentence in found), found
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["data:image/png;base64,AAAA", "data:video/mp4;base64,/+8=", "iVBORw0KGgo/+==", "/9j/4AAQSkZJRg", "UklGRiQAAABXQVZF", None],
+    ids=str,
+)
+def test_media_in_the_request_pass(tmp_path: Path, value: str | None) -> None:
+    assert run(tmp_path, media(value)) == [""] * len(media(value))
+    escaped = [(path, vocabulary, body.replace("data:image/png", "data:image\\/png")) for path, vocabulary, body in media(value)]
+    assert run(tmp_path, escaped) == [""] * len(escaped)
+
+
+@pytest.mark.parametrize(("length", "passes"), [(4092, False), (4096, True)], ids=["short", "long"])
+def test_base64_of_an_unknown_format_passes_if_it_is_too_long_for_a_path(tmp_path: Path, length: int, passes: bool) -> None:
+    for slash in ("/", "\\/"):
+        body = '{"text": "a", "image_data": "' + "Ab+/".replace("/", slash) * (length // 4) + '"}'
+        assert run(tmp_path, [(GENERATE, "2048", body)]) == ["" if passes else NO_PATH]
