@@ -230,6 +230,8 @@ class Agent:
             elif self.state.record.state is EngineState.DIRTY:
                 await self.gate.close()
             reply = await self.engine.call(call, body)
+            if call == ControlCall.FLUSH_CACHE and not reply.ok and await self.engine.wait_for_check():
+                reply = await self.engine.call(call, body)
             is_unknown = self.state.record.adapters.get(ended.name) == s.UNKNOWN_PATH
             if call == ControlCall.UNLOAD_ADAPTER and is_unknown and _NO_ADAPTER in reply.body:
                 reply = Reply.json(200, {"success": True, "message": f"The engine did not hold {ended.name}."})
@@ -259,6 +261,8 @@ class Agent:
         if not interruption.is_pause or interruption.mode == PauseMode.IN_PLACE.sglang:
             try:
                 running = await self.engine.count_requests()
+                if running and await self.engine.wait_for_check():
+                    running = await self.engine.count_requests()
             except EngineError as error:
                 return Refusal(RefusalCode.UNAVAILABLE, f"{call}: cannot tell whether the engine is idle: {error}.")
             if running:

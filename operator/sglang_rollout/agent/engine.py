@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import logging
@@ -97,6 +98,23 @@ class Engine(EngineClient):
     def __init__(self, url: str, *, boot_file: Path | None = None) -> None:
         super().__init__(url)
         self._files = RunFiles(boot_file) if boot_file is not None else None
+        self._check_ended = asyncio.Event()
+        self._check_ended.set()
+
+    async def check_alive(self, *, timeout: float) -> None:
+        """See :meth:`.EngineClient.check_alive`. SGLang refuses to flush its cache while the check's token is computed."""
+        self._check_ended.clear()
+        try:
+            await super().check_alive(timeout=timeout)
+        finally:
+            self._check_ended.set()
+
+    async def wait_for_check(self) -> bool:
+        """Return True after a running :meth:`check_alive` has ended, and False at once if none runs."""
+        if self._check_ended.is_set():
+            return False
+        await self._check_ended.wait()
+        return True
 
     def container_boot_id(self) -> str | None:
         """Return the boot ID that the container wrote at its start; None without a boot file."""

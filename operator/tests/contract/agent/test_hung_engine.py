@@ -89,6 +89,24 @@ async def test_an_engine_that_answers_late_is_not_restarted(pod: Pod, stub: Stub
     await until(lambda: no_kill_file(pod), 30, "the request is withdrawn before the kubelet has seen it")
 
 
+async def test_a_check_of_the_agent_makes_no_flush_fail(pod: Pod, stub: StubEngine) -> None:
+    """SGLang refuses to flush its cache while it computes a token, also the token of a health check."""
+    check = stub.held[HEALTH] = asyncio.Event()
+    before = stub.calls.count(HEALTH)
+    await until(lambda: asked(stub, before + 1), 30, "the agent checks the engine")
+    stub.failing.add("flush_cache")
+    flush = asyncio.create_task(pod.control("/flush_cache"))
+    await until(lambda: flushed(stub, 1), 30, "the engine refuses the flush")
+    stub.failing.clear()
+    check.set()
+    assert (await flush).status == 200
+    assert stub.calls.count("flush_cache") == 2
+
+
+async def flushed(stub: StubEngine, times: int) -> bool:
+    return stub.calls.count("flush_cache") >= times
+
+
 async def no_kill_file(pod: Pod) -> bool:
     return not kill_file(pod).exists()
 
