@@ -27,7 +27,8 @@ CONNECT_DEADLINE_SECONDS = 5.0
 READ_DEADLINE_SECONDS = 5.0
 """For reads of information: a scheduler that is stuck in a collective must not block a reader."""
 CONFLICT = 409
-JSON_BODY = {"Content-Type": "application/json"}
+PIECE_BYTES = 2**16
+"""Bytes of a body that a connection gets at a time. A connection copies what it gets, and a body goes to all engines."""
 
 Address = Callable[[str], str | None]
 """Returns the base URL of an engine's gate; None if the engine has no address now."""
@@ -165,10 +166,7 @@ class Agents:
             return Result(ok=False, message="it has no address: its pod does not run yet.")
         data = body if isinstance(body, bytes) else json.dumps(dict(body)).encode()
         try:
-            async with (
-                asyncio.timeout(deadline),
-                self._pool().post(url + path, data=data, headers={**self._headers(deadline), **JSON_BODY}) as reply,
-            ):
+            async with asyncio.timeout(deadline), self._pool().post(url + path, data=_pieces(data), headers=headers) as reply:
                 answer = await reply.read()
                 self._check_term(reply)
                 self._heard[name] = time.monotonic()
@@ -210,6 +208,11 @@ def _encode_bodies(bodies: Mapping[str, Body]) -> dict[str, bytes]:
             last = body, json.dumps(dict(body)).encode()
         found[name] = last[1]
     return found
+
+
+async def _pieces(data: bytes) -> AsyncIterator[bytes]:
+    for start in range(0, len(data), PIECE_BYTES):
+        yield data[start : start + PIECE_BYTES]
 
 
 def _remaining_wait(effect: Send, results: Mapping[str, Result], took: float) -> tuple[float, str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -13,6 +15,7 @@ from aiohttp.test_utils import TestServer
 
 from sglang_rollout.coordinator.agents import Agents
 from sglang_rollout.coordinator.update.events import Result, Send
+from sglang_rollout.credentials import Credentials
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.agent import AgentStatus, SyncRequest
 from sglang_rollout.wire.ports import AGENT_CHECKPOINT, AGENT_PREFLIGHT, AGENT_RUN, AGENT_SYNC
@@ -49,7 +52,7 @@ async def client_of(handle: Callable[[web.Request], Awaitable[web.StreamResponse
     app.router.add_route("*", "/{tail:.*}", handle)
     async with TestServer(app) as server:
         url = str(server.make_url("")).rstrip("/")
-        client = Agents(address=lambda _: url, token=lambda: "t", term=lambda: 1)
+        client = Agents(address=lambda _: url, credentials=Credentials("t").derive, term=lambda: 1)
         await client.start()
         try:
             yield client
@@ -159,3 +162,21 @@ async def test_a_lone_surrogate_in_an_answer_becomes_a_question_mark() -> None:
     async with client_of(handle) as client:
         result = await client.call("e0", ControlCall.UPDATE_DISK.path, {}, 60)
     assert (result.ok, result.message) == (False, "no file /caf? \U0001f600")
+
+
+async def test_a_large_body_is_not_copied_for_each_engine() -> None:
+    body, engines = {"names": ["a" * 1000] * 8000}, [f"e{number}" for number in range(20)]
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as never_reads:
+        client = Agents(
+            address=lambda _: f"http://127.0.0.1:{never_reads.getsockname()[1]}", credentials=Credentials("t").derive, term=lambda: 1
+        )
+        await client.start()
+        tracemalloc.start()
+        try:
+            results = await client.fan_out(Send("/abort_request", dict.fromkeys(engines, body), 2.0))
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+            await client.close()
+    assert [result.ok for result in results.values()] == [False] * 20
+    assert peak < 4 * 8_000_000, "bytes for 20 engines"
