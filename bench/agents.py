@@ -17,6 +17,7 @@ import uvloop
 
 from sglang_rollout.agent import cli
 from sglang_rollout.agent.gate import Gate, GateView
+from sglang_rollout.credentials import CredentialFile
 from sglang_rollout.proxy.address import Address
 
 
@@ -45,7 +46,7 @@ async def main() -> None:
     folder, first, urls = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
     logging.basicConfig(level=logging.WARNING)
     setattr(cli, "Gate", MemoryGate)  # noqa: B010 - the class that each agent uses
-    token = (folder / "token").read_text()
+    key = CredentialFile(folder / "token")
     agents = [
         cli.run(
             cli.Settings(
@@ -54,7 +55,7 @@ async def main() -> None:
                 listen=Address("127.0.0.1", first + index),
                 gate_socket=folder / "none",
                 state_dir=folder / f"e{index}",
-                token=token,
+                credentials=key.derive(f"e{index}"),
             )
         )
         for index, url in enumerate(urls)

@@ -1,4 +1,4 @@
-"""Who may call an agent: the coordinator with the rollout's token and the highest term.
+"""Who may call an agent: the coordinator with the engine's credential and the highest term.
 
 A co-located trainer calls each engine's own URL without a token. :class:`Relay` forwards these calls to the coordinator, which decides
 about updates and memory. The coordinator's answers are returned unchanged.
@@ -21,6 +21,7 @@ from pydantic import BaseModel, ValidationError
 
 from sglang_rollout.agent import events as ev
 from sglang_rollout.agent.agent import Agent
+from sglang_rollout.credentials import Credentials
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.ports import DEADLINE_HEADER, FLEET, FLEET_ENGINES, TERM_HEADER, VERSION_HEADER
 from sglang_rollout.wire.reasons import RefusedError, reason_phrase
@@ -66,30 +67,30 @@ async def answer_refusals(request: web.Request, handler: Handler) -> web.StreamR
         return refuse(error.status, str(error), error.headers)
 
 
-def check_token(request: web.Request, token: str, hint: str = "") -> None:
-    """Raise RefusedError unless the call carries the rollout's token; ``hint`` ends the message for a call without a token."""
+def check_token(request: web.Request, credentials: Credentials, hint: str = "") -> None:
+    """Raise RefusedError unless the call carries a credential of the engine; ``hint`` ends the message for a call without a token."""
     scheme, _, given = request.headers.get("Authorization", "").partition(" ")
     # Tokens are ASCII. Other bytes arrive as lone surrogates, which cannot be encoded.
     if scheme.lower() != "bearer" or not given or not given.isascii():
         needed = f"{request.path}: control calls need 'Authorization: Bearer <token>'. Trainers call the fleet's URL, not an engine.{hint}"
         raise RefusedError(needed, status=401)
-    if not hmac.compare_digest(given.strip().encode(), token.encode()):
-        raise RefusedError(f"{request.path}: this token does not belong to this rollout.", status=403)
+    if not credentials.accept(given.strip()):
+        raise RefusedError(f"{request.path}: this token is not the credential of this engine.", status=403)
 
 
 class Access:
     """Checks control calls before their handlers run."""
 
-    def __init__(self, agent: Agent, token: str, hint: str = "") -> None:
+    def __init__(self, agent: Agent, credentials: Credentials, hint: str = "") -> None:
         self._agent = agent
-        self._token = token
+        self._credentials = credentials
         self._hint = hint
 
     def protected(self, handler: Handler) -> Handler:
         """Return a handler that refuses every caller but the coordinator with the highest term seen."""
 
         async def checked(request: web.Request) -> web.StreamResponse:
-            check_token(request, self._token, self._hint)
+            check_token(request, self._credentials, self._hint)
             self._check_term(request)
             self._agent.last_call_at = time.monotonic()
             return await handler(request)

@@ -31,6 +31,7 @@ from sglang_rollout.agent.launch.head_pod import HeadPod
 from sglang_rollout.agent.reachability import preflight
 from sglang_rollout.agent.record import RecordError
 from sglang_rollout.agent.update import Fence, acknowledge
+from sglang_rollout.credentials import Credentials
 from sglang_rollout.sglang.api import DATA_PATHS, MODELS, ControlCall
 from sglang_rollout.sglang.client import EngineError, Reply
 from sglang_rollout.wire import ports
@@ -230,7 +231,7 @@ class Routes:
 def make_app(
     agent: Agent,
     *,
-    token: str,
+    credentials: Credentials,
     fence: Fence,
     model_path: str | None = None,
     head_pod: HeadPod | None = None,
@@ -240,7 +241,7 @@ def make_app(
 
     Args:
         agent: The agent.
-        token: The rollout's control token.
+        credentials: Credentials of the coordinator and of the engine's other pods.
         fence: Gives up updates.
         model_path: Model that the engine was started with; None if only the engine knows it.
         head_pod: The agent's role in an engine with several pods.
@@ -261,13 +262,13 @@ def make_app(
     gets = (ControlCall.FLUSH_CACHE.path, ControlCall.GET_WEIGHTS.path, ControlCall.CHECK_WEIGHTS.path)
     app.add_routes(web.get(path, checked(path), allow_head=False) for path in gets)
     if head_pod is not None:
-        app.router.add_post(ports.AGENT_GROUP, _with_token(token, routes.member_report))
+        app.router.add_post(ports.AGENT_GROUP, _with_token(credentials, routes.member_report))
     return app
 
 
-def _with_token(token: str, handler: Handler) -> Handler:
+def _with_token(credentials: Credentials, handler: Handler) -> Handler:
     async def checked(request: web.Request) -> web.StreamResponse:
-        check_token(request, token)
+        check_token(request, credentials)
         return await handler(request)
 
     return checked

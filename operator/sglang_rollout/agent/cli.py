@@ -6,7 +6,7 @@ import asyncio
 import logging
 import signal
 from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import nullcontext, suppress
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from sglang_rollout.agent.launch.member_pod import MemberPod, member_app
 from sglang_rollout.agent.record import RecordFile
 from sglang_rollout.agent.update import Fence
 from sglang_rollout.agent.watchdog import HangWatch, SpecStateWatch, watch_drain
+from sglang_rollout.credentials import CredentialFile, Credentials
 from sglang_rollout.logs import configure_logging, logging_options
 from sglang_rollout.proxy.address import Address, Endpoint
 from sglang_rollout.proxy.cli import ADDRESS, ENDPOINT
@@ -65,7 +66,7 @@ class Settings:
     listen: Endpoint
     gate_socket: Path
     state_dir: Path
-    token: str
+    credentials: Credentials
     boot_file: Path | None = None
     tensor_size: int | None = None
     model_path: str | None = None
@@ -90,7 +91,12 @@ class Settings:
     type=click.Path(path_type=Path),
     help="Writable folder for the record; must outlive the agent, not the pod.",
 )
-@click.option("--token-file", required=True, type=click.Path(path_type=Path), help="File with the rollout's control token.")
+@click.option(
+    "--token-file",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="File with the credentials of the engine, one a line: the first is sent, all are accepted. Read again when it changes.",
+)
 @click.option(
     "--boot-file",
     type=click.Path(path_type=Path),
@@ -123,15 +129,13 @@ def command(
     """Run the sidecar of one engine."""
     configure_logging(log_level, log_format)
     try:
-        address, token = Address.parse(listen), token_file.read_text().strip()
-    except ValueError as error:
-        raise click.BadParameter(str(error), param_hint="--listen") from None
+        credentials = CredentialFile(token_file)
     except OSError as error:
         raise click.UsageError(f"the token file {token_file} cannot be read: {error.strerror}") from None
-    if not token:
-        raise click.UsageError(f"the token file {token_file} is empty: every caller would be accepted")
+    except ValueError:
+        raise click.UsageError(f"the token file {token_file} is empty: no caller could be accepted") from None
     place = _parse_place(nodes, node_rank, head, advertise, options["boot_file"])
-    settings = Settings(listen=address, token=token, place=place, **options)
+    settings = Settings(listen=listen, credentials=credentials, place=place, **options)
     if urlsplit(settings.engine_url).scheme != "http" or not urlsplit(settings.engine_url).hostname:
         raise click.BadParameter(f"{settings.engine_url!r} is not an http URL", param_hint="--engine-url")
     if settings.fleet_url is not None:
@@ -139,7 +143,7 @@ def command(
     try:
         uvloop.run(run_member_pod(settings, place) if place is not None and place.rank else run(settings))
     except OSError as error:
-        raise click.ClickException(f"the agent cannot listen on {address}: {error.strerror or error}") from None
+        raise click.ClickException(f"the agent cannot listen on {listen}: {error.strerror or error}") from None
 
 
 def _check_fleet_url(url: str) -> None:
@@ -182,7 +186,9 @@ async def run(settings: Settings) -> None:
         head_pod, is_other_pod_draining = None, _never
         if place is not None:
             barrier = StartBarrier(place.files)
-            head_pod = HeadPod(agent, barrier, size=place.nodes, own=place.head, folder=settings.state_dir, token=settings.token)
+            head_pod = HeadPod(
+                agent, barrier, size=place.nodes, own=place.head, folder=settings.state_dir, credentials=settings.credentials
+            )
             agent.explain_down, is_other_pod_draining = head_pod.explain_down, head_pod.is_other_pod_draining
             work.append(_repeat(_INTERVAL, "watching the pods of the engine", head_pod.watch))
             work.append(_repeat(_RESOLVE_INTERVAL, "questioning silent pods", head_pod.question_silent_pods))
@@ -197,13 +203,13 @@ async def run_member_pod(settings: Settings, place: Place) -> None:
     """Run the agent of a member pod of an engine with several pods."""
     async with Engine(settings.engine_url) as engine:
         barrier = StartBarrier(place.files)
-        member = MemberPod(engine, barrier, rank=place.rank, head=place.head, own=place.own, token=settings.token)
+        member = MemberPod(engine, barrier, rank=place.rank, head=place.head, own=place.own, credentials=settings.credentials)
         work = [
             _repeat(_INTERVAL, "polling SGLang", member.observe),
             _repeat(_INTERVAL, "reporting to pod 0", member.report),
             _repeat(_RESOLVE_INTERVAL, "resolving the name of pod 0", member.resolve),
         ]
-        app = member_app(member, name=settings.name, token=settings.token, model_path=settings.model_path)
+        app = member_app(member, name=settings.name, credentials=settings.credentials, model_path=settings.model_path)
         start = f"Agent of {settings.name}, rank {place.rank} of {place.nodes}, at {settings.listen}; pod 0 is at {place.head}."
         await _serve(app, settings.listen, work, start)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import secrets
 from dataclasses import dataclass
 
 from sglang_rollout.api.status import Reason
@@ -12,12 +11,9 @@ from sglang_rollout.controller.decide.plan import Apply, Delete, Failure, Plan, 
 from sglang_rollout.controller.render.fleet_objects import token_of, with_token
 from sglang_rollout.kube.client import Kube
 from sglang_rollout.kube.errors import Conflict, NotFound, Refused
-from sglang_rollout.kube.resources import Object, find_resource, resource_of
+from sglang_rollout.kube.resources import SECRETS, Object, find_resource, resource_of
 
 log = logging.getLogger(__name__)
-
-TOKEN_BYTES = 32
-"""256 bits cannot be guessed, and a rollout gets only one token."""
 
 
 @dataclass(frozen=True)
@@ -38,14 +34,18 @@ async def execute_plan(kube: Kube, namespace: str, plan: Plan, ownership: Owners
         Conflict: Another writer was faster. Try the whole reconcile again.
     """
     done: list[str] = []
+    is_key_stored = True
     apply_failure: Failure | None = None
     delete_failure: Failure | None = None
     try:
         for action in plan.actions:
             if isinstance(action, Apply):
+                if not is_key_stored and action.object["kind"] == SECRETS.kind:
+                    continue  # the credentials are derived from the key
                 found = await _apply(kube, namespace, action)
                 if isinstance(found, Failure):
                     apply_failure = apply_failure or found
+                    is_key_stored = is_key_stored and not action.is_new_key
                     continue
                 ownership[found["metadata"].get("uid", "")] = read_ownership(found)
                 done.append(f"applied {found['kind']} {found['metadata']['name']}: {action.reason}")
@@ -73,7 +73,7 @@ def _log_writes(namespace: str, done: list[str]) -> None:
 async def _apply(kube: Kube, namespace: str, action: Apply) -> Object | Failure:
     """Return the object after the apply, or why it was refused."""
     try:
-        if action.unseen or action.needs_token:
+        if action.unseen or action.is_new_key:
             live = await _get_live(kube, namespace, action.object)
             conflict = find_ownership_conflict(live, action.object) if live else ""
             if conflict:
@@ -95,16 +95,17 @@ async def _create_or_adopt(kube: Kube, action: Apply, live: Object | None) -> Ob
     """Apply over the live object, or create the object if there is no live object.
 
     Raises:
-        Conflict: Another writer created the object first. The next reconcile reads that object.
+        Conflict: Another writer created the object first, or the plan did not see it. The next reconcile reads that object.
     """
     obj = action.object
-    if action.needs_token:
-        # Keep an existing token, because engines may have read it. The plan does not see the Secret if its label was removed.
-        obj = with_token(obj, token_of(live) or secrets.token_urlsafe(TOKEN_BYTES))
+    if action.is_new_key and (key := token_of(live)):
+        # Keep the key, because engines have credentials of it. The plan does not see the Secret if its label was removed.
+        await kube.apply(with_token(obj, key))
+        raise Conflict(f"Secret {obj['metadata']['name']} has a key already")
     if live is not None:
         return await kube.apply(obj)
-    if action.needs_token:
-        # An apply alone is not safe: during an upgrade two operators run with one field manager, and each could replace the token.
+    if action.is_new_key:
+        # An apply alone is not safe: during an upgrade two operators run with one field manager, and each could replace the key.
         # The apply after the create changes no value. The API server keeps fields of a create apart from fields of an apply.
         # Without this apply, the first apply after a restart would change the Secret's managedFields.
         await kube.create(obj)

@@ -109,7 +109,7 @@ def plan_command(rollout_file: TextIO, live_file: TextIO | None, coordinator_ima
 def render_command(rollout_file: TextIO, coordinator_image: str, router_image: str, image_pull_policy: str) -> None:
     """Print the objects that the operator would create for an SGLangRollout, as YAML.
 
-    Owner references have no UID, and the control Secret has no token, because only a cluster has them.
+    Owner references have no UID, and there are no credentials, because only a cluster has them.
     """
     fleet = build_preview(find_rollout(load_objects(rollout_file), rollout_file.name), [])
     if fleet.rollout is None:

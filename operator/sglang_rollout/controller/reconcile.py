@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -24,6 +25,9 @@ from sglang_rollout.kube.resources import Object
 from sglang_rollout.wire.reasons import end_sentence
 
 log = logging.getLogger(__name__)
+
+KEY_BYTES = 32
+"""256 bits cannot be guessed."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,7 @@ class Reconciler:
     def _plan(self, fleet: FleetView) -> tuple[Plan, Failure | None]:
         """Return the plan, or the defect that prevents a plan, so that the status reports the defect as well as the log."""
         try:
-            return make_plan(fleet, self._settings, self._now()), None
+            return make_plan(fleet, self._settings, self._now(), self._allowed, new_key=secrets.token_urlsafe(KEY_BYTES)), None
         except Exception as error:
             metadata = fleet.cr["metadata"]
             log.exception("%s/%s: defect in the operator: no plan can be made", metadata["namespace"], metadata["name"])

@@ -75,25 +75,6 @@ def _checksum_result(status: int, body: Any) -> Result:
     return Result(ok=True, status=status, message=_message(body), checksums=checksums)
 
 
-def _checksums(body: Any) -> tuple[str, ...] | None:
-    """Return one checksum per rank, in rank order, from SGLang's answer; None for any other answer."""
-    ranks = body.get("ranks") if isinstance(body, dict) else None
-    if not isinstance(ranks, list) or not ranks:
-        return None
-    try:
-        ordered = sorted(ranks, key=_rank_key)
-        return tuple(str(rank["per_gpu_checksum"]) for rank in ordered)
-    except (AttributeError, KeyError, IndexError, TypeError, ValueError, OverflowError):
-        return None
-
-
-def _rank_key(rank: Mapping[str, Any]) -> tuple[str, int]:
-    """Return the sort key of a rank. ``parallelism_info`` lists one entry per model; in 0.5.20 it is a single entry without a role."""
-    found = rank["parallelism_info"]
-    first = found[0] if isinstance(found, list) else found
-    return str(first.get("role", "")), int(first["rank"])
-
-
 def _message(body: Any) -> str:
     """Return the message in a reply. SGLang uses ``message`` (``error_message`` for adapters), proxies and FastAPI other fields."""
     if isinstance(body, dict):

@@ -1,6 +1,6 @@
 """HTTP client of the agents.
 
-Every call has a deadline, carries the token and the term, and returns a value instead of raising.
+Every call has a deadline, carries the credential of its engine and the term, and returns a value instead of raising.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 import aiohttp
@@ -19,6 +19,7 @@ from sglang_rollout.coordinator.agent_replies import parse_json, parse_result
 from sglang_rollout.coordinator.update.events import Result, Send
 from sglang_rollout.coordinator.update.requests import Body
 from sglang_rollout.coordinator.update.steps import SLOWEST_FACTOR
+from sglang_rollout.credentials import Credentials
 from sglang_rollout.wire.agent import AgentStatus, SyncRequest
 from sglang_rollout.wire.ports import AGENT_RUN, AGENT_SYNC, DEADLINE_HEADER, TERM_HEADER
 
@@ -32,14 +33,16 @@ PIECE_BYTES = 2**16
 
 Address = Callable[[str], str | None]
 """Returns the base URL of an engine's gate; None if the engine has no address now."""
+FindCredentials = Callable[[str], Credentials]
+"""Returns the credentials of an engine by its name."""
 
 
 class Agents:
     """Calls agents by engine name. Calls ``on_outranked`` with the term of an agent that refused this coordinator's lower term."""
 
-    def __init__(self, *, address: Address, token: Callable[[], str], term: Callable[[], int]) -> None:
+    def __init__(self, *, address: Address, credentials: FindCredentials, term: Callable[[], int]) -> None:
         self._address = address
-        self._token = token
+        self._credentials = credentials
         self._term = term
         self._session: aiohttp.ClientSession | None = None
         self._sync_locks: dict[str, asyncio.Lock] = {}
@@ -107,11 +110,11 @@ class Agents:
 
     async def get(self, name: str, path: str, deadline: float = READ_DEADLINE_SECONDS) -> tuple[int, Any]:
         """GET a JSON document from an agent. Return status and body; without an answer, status 0 and a message."""
-        return await self._read("GET", name, path, deadline, headers=self._headers())
+        return await self._read("GET", name, path, deadline, headers=self._headers(name))
 
     async def ask(self, name: str, path: str, body: Body, deadline: float) -> tuple[int, Any]:
         """POST a read to an agent. Return the engine's status and body; without an answer, status 0 and a message."""
-        return await self._read("POST", name, path, deadline, json=dict(body), headers=self._headers(deadline))
+        return await self._read("POST", name, path, deadline, json=dict(body), headers=self._headers(name, deadline))
 
     async def _read(self, method: str, name: str, path: str, deadline: float, **options: Any) -> tuple[int, Any]:
         url = self._address(name)
@@ -165,6 +168,7 @@ class Agents:
         if url is None:
             return Result(ok=False, message="it has no address: its pod does not run yet.")
         data = body if isinstance(body, bytes) else json.dumps(dict(body)).encode()
+        headers = {**self._headers(name, deadline), "Content-Type": "application/json", "Content-Length": str(len(data))}
         try:
             async with asyncio.timeout(deadline), self._pool().post(url + path, data=_pieces(data), headers=headers) as reply:
                 answer = await reply.read()
@@ -180,8 +184,8 @@ class Agents:
         if reply.status == CONFLICT and text.isascii() and text.isdigit() and int(text) > self._term():
             self.on_outranked(int(text))
 
-    def _headers(self, deadline: float | None = None) -> Mapping[str, str]:
-        headers = {"Authorization": f"Bearer {self._token()}", TERM_HEADER: str(self._term())}
+    def _headers(self, name: str, deadline: float | None = None) -> Mapping[str, str]:
+        headers = {**self._credentials(name).header, TERM_HEADER: str(self._term())}
         if deadline is not None:
             # The agent answers shortly before our own limit, because its message says more than a timeout.
             headers[DEADLINE_HEADER] = f"{max(deadline * 0.5, deadline - 1.0):.3f}"

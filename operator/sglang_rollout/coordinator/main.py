@@ -27,6 +27,7 @@ from sglang_rollout.coordinator.metrics import Metrics
 from sglang_rollout.coordinator.record import ConfigMapRecord, FileRecord, HigherTermError, RecordStore
 from sglang_rollout.coordinator.smg import SmgWorkers, WantedWorkers
 from sglang_rollout.coordinator.wanted_engines import ConfigMapIntent, FileIntent, IntentSource, WantedEngines
+from sglang_rollout.credentials import CredentialFile, Credentials
 from sglang_rollout.kube.client import Kube
 from sglang_rollout.kube.errors import NoCredentials
 from sglang_rollout.kube.lease import Lease
@@ -56,18 +57,32 @@ class Options:
     policy: str | None = None
 
 
-def read_token(path: Path) -> str:
-    """Return the control token. The coordinator reads it once, because the operator never rotates the token."""
+def read_credentials(path: Path) -> Credentials:
+    """Return the rollout's key from a file. Raises ClickException if the file has none."""
     try:
-        token = path.read_text().strip()
+        return CredentialFile(path)
     except OSError as error:
-        raise click.ClickException(f"the control token {path} cannot be read: {error.strerror}") from error
-    if not token:
-        raise click.ClickException(f"the control token {path} is empty")
-    return token
+        raise click.ClickException(f"the rollout's key {path} cannot be read: {error.strerror}") from error
+    except ValueError:
+        raise click.ClickException(f"the rollout's key {path} is empty") from None
 
 
-async def serve(options: Options, token: str) -> None:
+def find_credentials(key: Credentials, pods: PodTable, name: str, engine: str) -> Credentials:
+    """Return the credentials of an engine.
+
+    A pod of an earlier release mounts the key itself and accepts nothing else. No other pod ever gets the key.
+
+    Args:
+        key: Key of the rollout.
+        pods: Live pods.
+        name: Name of the rollout.
+        engine: Name of the engine.
+    """
+    own = key.derive(engine)
+    return Credentials(*key.lines(), *own.lines()) if pods.mounts(f"{engine}-0", f"{name}-control") else own
+
+
+async def serve(options: Options, key: Credentials) -> None:
     """Run the coordinator until SIGTERM, SIGINT or a failure."""
     async with contextlib.AsyncExitStack() as stack:
         kube: Kube | None = None
@@ -83,7 +98,9 @@ async def serve(options: Options, token: str) -> None:
             source, store, leadership = _open_files(options)
         metrics = Metrics(lambda: driver.machine)
         wanted_engines = WantedEngines(source, kube=kube, namespace=options.namespace, name=options.name)
-        agents = Agents(address=wanted_engines.url, token=lambda: token, term=lambda: driver.term)
+        pods = PodTable(options.namespace, time.time)
+        credentials = partial(find_credentials, key, pods, options.name)
+        agents = Agents(address=wanted_engines.url, credentials=credentials, term=lambda: driver.term)
         driver = Driver(
             name=options.name, wanted_engines=wanted_engines, agents=agents, store=store, leadership=leadership, metrics=metrics
         )
@@ -153,7 +170,12 @@ async def _run_until_signal(driver: Driver, workers: SmgWorkers, infos: EngineIn
 @click.option("--listen", default="127.0.0.1:30020", show_default=True, help="HOST:PORT to listen on.")
 @click.option("--smg-url", default="http://127.0.0.1:30010", show_default=True, help="Base URL of smg.")
 @click.option("--policy", type=click.Choice(list(POLICIES)), default="CacheAware", show_default=True, help="How smg chooses an engine.")
-@click.option("--token-file", required=True, type=click.Path(path_type=Path), help="File that holds the control token.")
+@click.option(
+    "--token-file",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="File with the rollout's key, one a line: credentials of the first are sent, those of all are accepted.",
+)
 @click.option("--public-url", required=True, help="URL of the fleet, as trainers use it.")
 @click.option("--kubernetes", is_flag=True, help="Read intent and record from ConfigMaps, and addresses from EndpointSlices.")
 @click.option("--intent-file", type=click.Path(path_type=Path), help="Intent as JSON; read again when it changes.")
@@ -170,7 +192,7 @@ def command(listen: str, log_level: str, log_format: str, **given: Any) -> None:
         _open_files(options)
     failed = False
     try:
-        uvloop.run(serve(options, read_token(options.token_file)))
+        uvloop.run(serve(options, read_credentials(options.token_file)))
     except* (DeposedError, HigherTermError, NoCredentials, OSError) as group:
         failed = True
         for error in _flatten(group):

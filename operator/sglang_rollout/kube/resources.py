@@ -32,6 +32,12 @@ class Resource:
         return "/" + "/".join(parts)
 
 
+def find_mounted_secrets(pod: Mapping[str, Any]) -> frozenset[str]:
+    """Return the names of the Secrets that are volumes of a pod."""
+    volumes = (pod.get("spec") or {}).get("volumes") or []
+    return frozenset(volume["secret"]["secretName"] for volume in volumes if (volume.get("secret") or {}).get("secretName"))
+
+
 ROLLOUTS = Resource("rollout.sglang.io/v1alpha1", "sglangrollouts", "SGLangRollout")
 STATEFULSETS = Resource("apps/v1", "statefulsets", "StatefulSet")
 DEPLOYMENTS = Resource("apps/v1", "deployments", "Deployment")

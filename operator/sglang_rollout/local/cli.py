@@ -23,6 +23,7 @@ from pydantic import ValidationError
 
 from sglang_rollout.api.limits_spec import Limits
 from sglang_rollout.api.weights_spec import Backend, Weights
+from sglang_rollout.credentials import CredentialFile
 from sglang_rollout.local.plan import EngineArg, Folders, Plan, count_ports, parse_engine
 from sglang_rollout.local.sizes import SizesError, check_sizes, read_sizes
 from sglang_rollout.local.supervisor import Supervisor
@@ -251,13 +252,15 @@ def _print_summary(plan: Plan, folders: Folders, silent: list[EngineArg]) -> Non
 def _write_files(plan: Plan, folders: Folders) -> None:
     """Write the files that the child processes and Prometheus read."""
     try:
-        for folder in (folders.logs, folders.runtime):
+        intent = plan.intent()
+        for folder in (folders.logs, folders.runtime, folders.state / "credentials"):
             folder.mkdir(parents=True, exist_ok=True)
         if not folders.token.exists():
-            # Created with mode 0600, so that other users can never read it.
-            with os.fdopen(os.open(folders.token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as token:
-                token.write(secrets.token_urlsafe(32))
-        folders.intent.write_text(plan.intent().model_dump_json(indent=2))
+            _write_private(folders.token, secrets.token_urlsafe(32))
+        key = CredentialFile(folders.token)
+        for engine in intent.engines:
+            _write_private(folders.credential(engine.name), "\n".join(key.derive(engine.name).lines()))
+        folders.intent.write_text(intent.model_dump_json(indent=2))
         folders.targets.write_text(json.dumps(plan.scrape_targets(), indent=2))
     except OSError as error:
         raise CannotStartError(

@@ -76,8 +76,12 @@ class Folders:
 
     @property
     def token(self) -> Path:
-        """File with the control token."""
+        """File with the fleet's key, from which the credentials of its engines are derived."""
         return self.state / "token"
+
+    def credential(self, engine: str) -> Path:
+        """Return the file with the credential of an engine."""
+        return self.state / "credentials" / engine
 
     @property
     def intent(self) -> Path:
@@ -211,7 +215,7 @@ def _engine_children(addresses: _EngineAddresses, folders: Folders, gate_argumen
     )
     agent_line = (
         *("agent", "--name", name, "--engine-url", engine.url, "--listen", str(agent), "--gate-socket", socket),
-        *("--state-dir", str(folders.state / name), "--token-file", str(folders.token)),
+        *("--state-dir", str(folders.state / name), "--token-file", str(folders.credential(name))),
         *(("--tensor-size", str(engine.tensor_size)) if engine.tensor_size is not None else ()),
     )
     return [Child(f"{name}-gate", (*_PROGRAM, *gate_line)), Child(f"{name}-agent", (*_PROGRAM, *agent_line))]

@@ -19,6 +19,7 @@ from sglang_rollout.agent.launch import rank_lifecycle
 from sglang_rollout.agent.launch.rank_lifecycle import GenerationRecord, Member, Ranks
 from sglang_rollout.agent.reachability import is_cut, preflight
 from sglang_rollout.agent.record import load, save
+from sglang_rollout.credentials import Credentials
 from sglang_rollout.proxy.address import Address
 from sglang_rollout.wire import ports
 from sglang_rollout.wire.agent import (
@@ -45,11 +46,11 @@ _MARGIN_SECONDS = 2.0
 class HeadPod:
     """Agent of the head pod in its role towards the member pods."""
 
-    def __init__(self, agent: Agent, barrier: StartBarrier, *, size: int, own: Address, folder: Path, token: str) -> None:
+    def __init__(self, agent: Agent, barrier: StartBarrier, *, size: int, own: Address, folder: Path, credentials: Credentials) -> None:
         self._agent = agent
         self._barrier = barrier
         self._own = own
-        self._token = token
+        self._credentials = credentials
         self._record_path = folder / "group.json"
         record, problem = load(self._record_path, GenerationRecord)
         if problem:
@@ -128,10 +129,9 @@ class HeadPod:
     async def _ask(self, address: str, path: str, request: _Request, reply: type[_Reply]) -> _Reply:
         url = Address.parse(address).url + path
         limit = aiohttp.ClientTimeout(total=request.deadline + _MARGIN_SECONDS)
-        headers = {"Authorization": f"Bearer {self._token}"}
         try:
             async with (
-                aiohttp.ClientSession(timeout=limit, headers=headers) as http,
+                aiohttp.ClientSession(timeout=limit, headers=self._credentials.header) as http,
                 http.post(url, json=request.model_dump(mode="json")) as answer,
             ):
                 return reply.model_validate(await answer.json(content_type=None))

@@ -23,6 +23,7 @@ from sglang_rollout.agent.engine import StartBarrier
 from sglang_rollout.agent.engine_model import EngineModel
 from sglang_rollout.agent.launch.rank_lifecycle import GRACE_SECONDS, Link
 from sglang_rollout.agent.reachability import is_cut, preflight
+from sglang_rollout.credentials import Credentials
 from sglang_rollout.proxy.address import Address
 from sglang_rollout.sglang.client import EngineClient, EngineError
 from sglang_rollout.wire import ports
@@ -38,7 +39,9 @@ _NAME_SECONDS = 5.0
 class MemberPod:
     """Agent of a member pod: reports to the head pod and carries out its verdicts."""
 
-    def __init__(self, engine: EngineClient, barrier: StartBarrier, *, rank: int, head: Address, own: Address, token: str) -> None:
+    def __init__(
+        self, engine: EngineClient, barrier: StartBarrier, *, rank: int, head: Address, own: Address, credentials: Credentials
+    ) -> None:
         self.rank = rank
         self.head = head
         self.up = False
@@ -49,7 +52,7 @@ class MemberPod:
         self._engine = engine
         self._barrier = barrier
         self._own = own
-        self._headers = {"Authorization": f"Bearer {token}"}
+        self._credentials = credentials
         self._address = head if _is_ip(head.host) else None
         """IP address of the head pod. A name server that is down must not look like a lost pod."""
         self._unresolved = ""
@@ -100,7 +103,7 @@ class MemberPod:
         limit = aiohttp.ClientTimeout(total=_REPORT_SECONDS)
         try:
             async with (
-                aiohttp.ClientSession(timeout=limit, headers=self._headers) as http,
+                aiohttp.ClientSession(timeout=limit, headers=self._credentials.header) as http,
                 http.post(self._address.url + ports.AGENT_GROUP, json=report.model_dump(mode="json")) as answer,
             ):
                 if answer.status == 200:
@@ -124,7 +127,7 @@ class MemberPod:
         self.unreachable = unreachable
 
 
-def member_app(member: MemberPod, *, name: str, token: str, model_path: str | None) -> web.Application:
+def member_app(member: MemberPod, *, name: str, credentials: Credentials, model_path: str | None) -> web.Application:
     """Return the application of a member pod's agent. Checkpoints are compared with the model at ``model_path``."""
     checkpoints = CheckpointCheck()
     registry = CollectorRegistry()
@@ -141,11 +144,11 @@ def member_app(member: MemberPod, *, name: str, token: str, model_path: str | No
         return refuse(503, f"SGLang is not up in this pod: {why}.")
 
     async def preflight_trainer(request: web.Request) -> web.StreamResponse:
-        check_token(request, token)
+        check_token(request, credentials)
         return web.json_response((await preflight(await read_message(request, PreflightRequest))).model_dump(mode="json"))
 
     async def checkpoint(request: web.Request) -> web.StreamResponse:
-        check_token(request, token)
+        check_token(request, credentials)
         wanted = await read_message(request, CheckpointRequest)
         own = wanted.model_path or model_path
         # The head pod compares with a model on the hub, because SGLang reports the revision only there.

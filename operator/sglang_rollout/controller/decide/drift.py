@@ -22,7 +22,7 @@ Ownership = dict[str, str]
 def stamp(rendered: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``rendered`` with its own hash in an annotation, ready to be applied."""
     metadata = dict(rendered["metadata"])
-    # The token of a Secret is excluded: it is added later, and an annotation must not contain a hash of the token.
+    # The data of a Secret is excluded, because an annotation must not contain a hash of it. It is compared with the live object.
     hashed = {key: value for key, value in rendered.items() if rendered["kind"] != "Secret" or key != "data"}
     metadata["annotations"] = {**metadata.get("annotations", {}), ANNOTATION_APPLIED: digest(hashed)}
     return {**rendered, "metadata": metadata}
@@ -46,6 +46,8 @@ def find_difference(stamped: Mapping[str, Any], live: Mapping[str, Any], ownersh
     applied = (live["metadata"].get("annotations") or {}).get(ANNOTATION_APPLIED)
     if applied != stamped["metadata"]["annotations"][ANNOTATION_APPLIED]:
         return "the wanted object changed" if applied else f"metadata.annotations[{ANNOTATION_APPLIED}] is missing"
+    if stamped["kind"] == "Secret" and not (stamped.get("data") or {}).items() <= (live.get("data") or {}).items():
+        return "the credentials changed"
     if ownership is None:
         return ""
     known = ownership.get(live["metadata"].get("uid", ""))

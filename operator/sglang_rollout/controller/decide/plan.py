@@ -33,8 +33,8 @@ class Apply:
     object: Object
     reason: str
     """Why, for the log."""
-    needs_token: bool = False
-    """True for the control Secret while it holds no token: a random token must be added."""
+    is_new_key: bool = False
+    """True for the Secret of the rollout's key if its key is new, so that it must not replace another key."""
     unseen: bool = False
     """True if no object of this name carries the rollout's label.
 
@@ -81,6 +81,8 @@ def make_plan(fleet: FleetView, settings: Settings, now: str = "") -> Plan:
         fleet: The view of the rollout.
         settings: Images and other settings of the operator.
         now: Time (RFC 3339). Without it, no surplus engine counts as waiting for room.
+        allowed: What the rollout may ask for beyond ordinary pods. A rollout that asks for more keeps the children that it has.
+        new_key: Key of a rollout that has none yet.
     """
     rollout = fleet.rollout
     if rollout is None or fleet.is_being_deleted:
@@ -111,7 +113,7 @@ def find_ownership_conflict(live: Object, wanted: Object) -> str:
     )
 
 
-def _render_creatable(fleet: FleetView, settings: Settings) -> list[Object]:
+def _render_creatable(fleet: FleetView, settings: Settings, new_key: str | None) -> list[Object]:
     """Return the children that can be created now: the cluster knows their kind, and the engine's turn has come.
 
     The status reports children that cannot be created. They do not block the other children.
@@ -119,7 +121,7 @@ def _render_creatable(fleet: FleetView, settings: Settings) -> list[Object]:
     rollout = fleet.rollout
     if rollout is None:
         return []
-    token = token_of(fleet.child("Secret", names.control_name(rollout.name)))
+    token = token_of(fleet.child("Secret", names.control_name(rollout.name))) or new_key
     members = count_base_group_members(fleet)
     rendered = render_all(rollout, settings, token, gates=fleet.gate_ports, avoided=fleet.avoided_nodes, members=members)
     held = {engine.name for engine in fleet.wanted if is_held_for_base(fleet, engine)}
@@ -143,10 +145,9 @@ def _plan_applies(fleet: FleetView, wanted: Sequence[Object]) -> tuple[list[Appl
             continue
         if live is not None and kind == "StatefulSet" and count_designed_pods(child) != count_designed_pods(live):
             continue  # recreated by the rolling update
-        needs_token = kind == "Secret" and token_of(child) is None
-        reason = "does not exist" if live is None else find_difference(child, live, fleet.ownership)
-        if reason := reason or ("the token is missing" if needs_token else ""):
-            applies.append(Apply(child, reason, needs_token=needs_token, unseen=live is None))
+        is_new_key = child["metadata"]["name"] == names.control_name(fleet.name) and token_of(live) is None
+        if reason := "does not exist" if live is None else find_difference(child, live, fleet.ownership):
+            applies.append(Apply(child, reason, is_new_key=is_new_key, unseen=live is None))
     return applies, blocked
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from sglang_rollout.api.pod_template import ENGINE_CONTAINER, GATE_CONTAINER
 from sglang_rollout.controller.render import names
-from sglang_rollout.kube.resources import Object
+from sglang_rollout.kube.resources import Object, find_mounted_secrets
 from sglang_rollout.wire.agent import is_group_restart
 
 IMAGE_REASONS = frozenset(
@@ -149,6 +149,11 @@ class Pod:
         containers = self.spec.get("initContainers") or []
         ports = next((container.get("ports") for container in containers if container.get("name") == GATE_CONTAINER), None)
         return int(ports[0]["containerPort"]) if ports else None
+
+    @cached_property
+    def mounts_key(self) -> bool:
+        """True if an earlier release made the pod: it mounts the rollout's key, and accepts no credential of its engine."""
+        return names.control_name(self.labels.get(names.LABEL_ROLLOUT, "")) in find_mounted_secrets(self.raw)
 
     @cached_property
     def engine_restarts(self) -> int:

@@ -8,9 +8,10 @@ At most one engine is taken out of service per pass, in the order of these quest
     outdated engine                                         -> delete its pods; an engine that does not serve comes first
     fleet Asleep by spec.state, so that no engine serves    -> delete the pods of one engine that was made without memorySaver
 
-Two restarts happen beside this order:
+Three restarts happen beside this order:
 
 - An engine on an avoided node that does not come up is moved. Its StatefulSet gets the affinity first, then its pods are deleted.
+- Pods of an earlier release are recreated if their engine got a pod of this release, which has another credential.
 - The remaining pods of a partly preempted surplus engine are deleted. Its pod group returns when there is room for all pods.
 
 If the number of pods per engine changes, the engine is recreated with its StatefulSet when its turn comes. SGLang cannot add
@@ -94,7 +95,7 @@ def _find_outdated(fleet: FleetView, engine: EngineView) -> list[Pod | None]:
 
 
 def _plan_moves(fleet: FleetView, outdated: Set[int], now: str) -> Iterator[Restart]:
-    """Yield pods to move off avoided nodes, and pods that hold room which their engine cannot use.
+    """Yield pods to move off avoided nodes, pods that cannot talk to the other pods of their engine, and pods that hold room in vain.
 
     All pods of a moved engine are restarted, as in every restart. Engines that run on an avoided node stay there.
     """
@@ -106,6 +107,9 @@ def _plan_moves(fleet: FleetView, outdated: Set[int], now: str) -> Iterator[Rest
         if failing:
             yield from (Restart(engine, pod, f"node {failing} is avoided") for pod in remaining)
             continue
+        earlier = [pod for pod in remaining if pod.mounts_key]
+        if len(earlier) < len(remaining):
+            yield from (Restart(engine, pod, "its credential differs from that of the engine's other pods") for pod in earlier)
         for pod in find_stranded_pods(fleet, engine, now):
             yield Restart(engine, pod, "other pods of its engine were preempted")
 

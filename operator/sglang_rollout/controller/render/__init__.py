@@ -8,7 +8,7 @@ from typing import Any
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.controller.render.common import Settings
 from sglang_rollout.controller.render.engines import engine_statefulsets
-from sglang_rollout.controller.render.fleet_objects import control_secret, intent, rbac, services, weights
+from sglang_rollout.controller.render.fleet_objects import control_secret, credentials_secret, intent, rbac, services, weights
 from sglang_rollout.controller.render.placement import pod_groups
 from sglang_rollout.controller.render.prefetch import prefetch
 from sglang_rollout.controller.render.router import router_deployment
@@ -30,7 +30,7 @@ def render_all(
     Args:
         rollout: The rollout.
         settings: Settings of the operator.
-        token: Token that the Secret already holds. Without it the Secret is rendered empty.
+        token: Key that its Secret already holds. Without it that Secret is rendered empty, and the Secret of the credentials is left out.
         gates: Ports of existing gates, by engine. Other gates are where the spec puts them.
         avoided: Nodes that engines keep off.
         members: Present number of pods in the PodGroup of the base. None: the number that the spec asks for.
@@ -38,6 +38,7 @@ def render_all(
     return [
         *rbac(rollout),
         control_secret(rollout, token),
+        *credentials_secret(rollout, token),
         intent(rollout, gates or {}),
         weights(rollout),
         *services(rollout),

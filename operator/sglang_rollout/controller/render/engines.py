@@ -109,6 +109,7 @@ def _pod_template(rollout: SGLangRollout, settings: Settings, index: int, revisi
                 {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": rollout.spec.engine.shm}},
                 common.TMP_VOLUME,
                 common.control_volume(rollout),
+                common.control_volume(names.credentials_name(rollout.name), name),
                 *volumes(rollout),
             ],
         },

@@ -1,4 +1,4 @@
-"""Objects of the whole fleet: ServiceAccounts, the router's Role, Services, ConfigMaps, and the Secret."""
+"""Objects of the whole fleet: ServiceAccounts, the router's Role, Services, ConfigMaps, and Secrets."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from sglang_rollout.controller.render import names
 from sglang_rollout.controller.render.common import Object, child
 from sglang_rollout.controller.render.names import engine_ports
 from sglang_rollout.wire.ports import FRONT_PORT, GATE_PORT
+from sglang_rollout.credentials import Credentials
 from sglang_rollout.wire.record import Adapter
 from sglang_rollout.wire.states import FleetMode, FleetState
 
@@ -77,9 +78,9 @@ def _router_binding(rollout: SGLangRollout) -> Object:
 
 
 def services(rollout: SGLangRollout) -> list[Object]:
-    """Return the headless Service of all engines, and the Service of the fleet's URL.
+    """Return the headless Service of all engines, the Service of the fleet's URL, and the Service of data paths.
 
-    Both Services publish addresses of pods that are not ready. The coordinator must reach engines that load or are closed, and the front
+    All Services publish addresses of pods that are not ready. The coordinator must reach engines that load or are closed, and the front
     serves generation while its coordinator restarts.
     """
     return [
@@ -142,15 +143,29 @@ def weights(rollout: SGLangRollout) -> Object:
 
 
 def control_secret(rollout: SGLangRollout, token: str | None) -> Object:
-    """Return the Secret with the token of control calls; empty if there is no token yet."""
+    """Return the Secret with the rollout's key; empty if there is no key yet."""
     secret = child(rollout, "v1", "Secret", names.control_name(rollout.name), names.COMPONENT_ROUTER)
     secret["type"] = "Opaque"
     return with_token(secret, token) if token else secret
 
 
+def credentials_secret(rollout: SGLangRollout, token: str | None) -> list[Object]:
+    """Return the Secret with a credential for each engine, one for each line of the rollout's key; none if there is no key yet."""
+    key = Credentials(*(token or "").split())
+    if not key.lines():
+        return []
+    engines = (names.engine_name(rollout.name, index) for index in range(rollout.spec.engines))
+    secret = child(rollout, "v1", "Secret", names.credentials_name(rollout.name), names.COMPONENT_ENGINE)
+    return [{**secret, "type": "Opaque", "data": {engine: _encode("\n".join(key.derive(engine).lines())) for engine in engines}}]
+
+
 def with_token(secret: Object, token: str) -> Object:
     """Return ``secret`` with ``token`` in it."""
-    return {**secret, "data": {names.TOKEN_KEY: base64.b64encode(token.encode()).decode()}}
+    return {**secret, "data": {names.TOKEN_KEY: _encode(token)}}
+
+
+def _encode(text: str) -> str:
+    return base64.b64encode(text.encode()).decode()
 
 
 def token_of(secret: Object | None) -> str | None:

@@ -136,8 +136,13 @@ def weights_name(rollout: str) -> str:
 
 
 def control_name(rollout: str) -> str:
-    """Return the name of the Secret with the token of control calls."""
+    """Return the name of the Secret with the rollout's key, from which the credentials of its engines are derived."""
     return f"{rollout}-control"
+
+
+def credentials_name(rollout: str) -> str:
+    """Return the name of the Secret with the credential of each engine."""
+    return f"{rollout}-credentials"
 
 
 def labels(rollout: str, component: str, engine: str | None = None) -> dict[str, str]:

@@ -18,6 +18,7 @@ from sglang_rollout.agent.engine import Engine
 from sglang_rollout.agent.gate import GateView
 from sglang_rollout.agent.record import RecordFile
 from sglang_rollout.agent.update import Fence
+from sglang_rollout.credentials import Credentials
 from sglang_rollout.wire.agent import AgentStatus
 from sglang_rollout.wire.ports import AGENT_ACK, AGENT_RUN, AGENT_SYNC, DEADLINE_HEADER, TERM_HEADER
 from sglang_rollout.wire.states import Version
@@ -61,7 +62,7 @@ class Caller:
 async def caller(stub: StubEngine, tmp_path: Path) -> AsyncIterator[Caller]:
     async with Engine(stub.url, boot_file=None) as client, aiohttp.ClientSession() as session:
         agent = Agent(name="e0", engine=client, gate=MemoryGate(tmp_path / "none"), record_file=RecordFile(tmp_path))
-        async with TestServer(make_app(agent, token=TOKEN, fence=Fence(agent, kill_file=None))) as server:
+        async with TestServer(make_app(agent, credentials=Credentials(TOKEN), fence=Fence(agent, kill_file=None))) as server:
             await agent.observe()
             made = Caller(session, str(server.make_url("")).rstrip("/"), agent)
             assert (await made.post(AGENT_SYNC, {"committed": BASE_WIRE}))[1]["gate_open"]

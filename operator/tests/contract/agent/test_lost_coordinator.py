@@ -17,6 +17,7 @@ from sglang_rollout.agent.app import make_app
 from sglang_rollout.agent.engine import Engine
 from sglang_rollout.agent.record import RecordFile
 from sglang_rollout.agent.update import Fence
+from sglang_rollout.credentials import Credentials
 from sglang_rollout.wire.agent import SyncRequest
 from sglang_rollout.wire.ports import AGENT_SYNC
 from tests.contract.agent.test_commit_call import BASE_WIRE, Caller
@@ -27,24 +28,13 @@ UPDATE = "update_weights_from_distributed"
 LEASE = 0.2
 
 
-class CountedFile(type(Path())):  # type: ignore[misc]
-    """A kill file that counts how often it was touched."""
-
-    touches = 0
-
-    def touch(self, *args: object, **more: object) -> None:
-        type(self).touches += 1
-        super().touch(*args, **more)
-
-
 @pytest.fixture
-async def pod(stub: StubEngine, tmp_path: Path) -> AsyncIterator[tuple[Caller, Fence, CountedFile]]:
-    CountedFile.touches = 0
-    kill = CountedFile(tmp_path / "kill")
+async def pod(stub: StubEngine, tmp_path: Path) -> AsyncIterator[tuple[Caller, Fence, Path]]:
+    kill = tmp_path / "kill"
     async with Engine(stub.url, boot_file=None) as client, aiohttp.ClientSession() as session:
         agent = Agent(name="e0", engine=client, gate=MemoryGate(tmp_path / "none"), record_file=RecordFile(tmp_path))
         fence = Fence(agent, kill_file=kill)
-        async with TestServer(make_app(agent, token="secret", fence=fence)) as server:
+        async with TestServer(make_app(agent, credentials=Credentials("secret"), fence=fence)) as server:
             await agent.observe()
             caller = Caller(session, str(server.make_url("")).rstrip("/"), agent)
             assert (await caller.post(AGENT_SYNC, {"committed": BASE_WIRE, "lease": LEASE}))[1]["gate_open"]
@@ -58,7 +48,7 @@ def silent(agent: Agent, seconds: float) -> None:
     agent.last_call_at = time.monotonic() - seconds
 
 
-async def test_a_clean_engine_that_was_paused_resumes(pod: tuple[Caller, Fence, CountedFile], stub: StubEngine) -> None:
+async def test_a_clean_engine_that_was_paused_resumes(pod: tuple[Caller, Fence, Path], stub: StubEngine) -> None:
     caller, fence, kill = pod
     await caller.post("/pause_generation", {"mode": "retract"})
     caller.agent.limits = SyncRequest(committed=None, lease=60.0)
@@ -73,7 +63,7 @@ async def test_a_clean_engine_that_was_paused_resumes(pod: tuple[Caller, Fence, 
 
 
 async def test_a_stuck_engine_in_an_update_stays_closed_and_its_restart_is_requested_once(
-    pod: tuple[Caller, Fence, CountedFile], stub: StubEngine
+    pod: tuple[Caller, Fence, Path], stub: StubEngine
 ) -> None:
     caller, fence, kill = pod
     await caller.update(up_to="/begin_weight_update")
@@ -84,9 +74,10 @@ async def test_a_stuck_engine_in_an_update_stays_closed_and_its_restart_is_reque
     caller.agent.limits = SyncRequest(committed=None, lease=LEASE)
     watching = asyncio.create_task(fence.watch_lease())
     await until(lambda: _is(kill.exists()), 30, "the kill file is there")
+    written = kill.stat().st_ino
     silent(caller.agent, 1.0)
     await fence.watch_lease()
-    assert (CountedFile.touches, caller.agent.status().gate_open) == (1, False)
+    assert (kill.stat().st_ino, caller.agent.status().gate_open) == (written, False)
     stub.held[UPDATE].set()
     await asyncio.gather(watching, call)
     await until(lambda: _is(caller.agent.giving_up_since is None), 30, "it has given up")

@@ -16,6 +16,8 @@ from sglang_rollout.api.limits_spec import Limits
 from sglang_rollout.api.security_spec import Security, Signatures
 from sglang_rollout.api.weights_spec import Weights
 from sglang_rollout.coordinator.main import Options, serve
+from sglang_rollout.credentials import CredentialFile, Credentials
+from sglang_rollout.proxy.address import Address
 from sglang_rollout.wire.ports import FLEET
 from sglang_rollout.wire.states import FleetMode
 from tests.contract.support.agent_pod import TOKEN, Answer, Pod, Process, run_pod, until
@@ -79,12 +81,26 @@ async def complete_fleet(
         for index, server in enumerate(servers):
             place = folder / f"e{index}"
             place.mkdir()
-            one = await stack.enter_async_context(run_pod(place, server, name=f"e{index}", fleet_url=url, with_boot_file=True, start=False))
+            name, credential = f"e{index}", Credentials(TOKEN).derive(f"e{index}").sent
+            pod = run_pod(
+                place,
+                server,
+                name=name,
+                fleet_url=url,
+                takes_tensors=mode is FleetMode.HYBRID,
+                uid=uid,
+                limits=limits,
+                with_boot_file=True,
+                start=False,
+                token=credential,
+            )
+            one = await stack.enter_async_context(pod)
             one.boot(f"boot-{index}")
             await one.start()
             pods.append(one)
         runtime = folder / "front"
         front = ["--listen", listen, "--smg", smg, "--coordinator", own, "--batches", batches, "--runtime-dir", str(runtime)]
+        front += ["--maxconn", str(connections)] if connections is not None else []
         for name, line in {
             "smg": ["proxy", "smg", "--listen", smg, "--metrics-listen", metrics, "--policy", policy],
             "batches": ["batches", "--listen", batches, "--smg-url", f"http://{smg}", "--coordinator-url", f"http://{own}"],
@@ -97,7 +113,7 @@ async def complete_fleet(
         intent = Intent(generation=1, name="demo", namespace="default", mode=mode, weights=Weights(backend="gloo"), engines=wanted)
         (folder / "intent.json").write_text(intent.model_dump_json())
         options = Options(
-            name="demo", namespace="default", host="127.0.0.1", port=int(own.split(":")[1]), smg_url=f"http://{smg}", policy=policy,
+            name="demo", namespace="default", listen=Address.parse(own), smg_url=f"http://{smg}", policy=policy,
             token_file=folder / "token", public_url=url, kubernetes=False,
             intent_file=folder / "intent.json", record_file=folder / "record.json",
         )  # fmt: skip

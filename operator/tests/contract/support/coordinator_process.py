@@ -20,6 +20,7 @@ from sglang_rollout.api.weights_spec import Deadlines, Weights
 from sglang_rollout.batches import main as batches
 from sglang_rollout.batches.memory import DEFAULT_LIMIT_BYTES
 from sglang_rollout.coordinator.main import Options, serve
+from sglang_rollout.credentials import CredentialFile, Credentials
 from sglang_rollout.proxy.address import Address, Endpoint
 from sglang_rollout.sglang.api import DATA_PATHS
 from sglang_rollout.wire.ports import AGENT_CHECKPOINT, AGENT_PREFLIGHT, BATCHES_METRICS, TERM_HEADER
@@ -59,7 +60,7 @@ class HttpAgent:
             return self.read(request.path)
         if request.path in DATA_PATHS and self.answer_tokens is not None:
             return await self.answer_tokens(request)
-        if request.headers.get("Authorization") != f"Bearer {TOKEN}":
+        if request.headers.get("Authorization") != Credentials(TOKEN).derive(self.agent.name).header["Authorization"]:
             return web.json_response({"success": False, "message": "no token"}, status=401)
         term = int(request.headers[TERM_HEADER])
         if term < self.agent.term:

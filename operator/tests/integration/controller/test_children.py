@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 from typing import Any
 
 import pytest
 
 from sglang_rollout.controller.render import names
 from sglang_rollout.controller.triggers import list_watched_kinds
+from sglang_rollout.credentials import Credentials
 from sglang_rollout.kube.resources import (
     CONFIGMAPS,
     DEPLOYMENTS,
@@ -50,8 +52,28 @@ async def test_rollout_owns_all_its_children(operator: OperatorProcess, world: W
     await world.settled("demo")
     for key, child in (await world.children("demo")).items():
         written = {entry["operation"] for entry in child["metadata"]["managedFields"] if entry["manager"] == names.FIELD_MANAGER}
-        # The Secret is created before it is applied, so that its token is never replaced.
-        assert written == ({"Update", "Apply"} if key[0] == "Secret" else {"Apply"}), key
+        # The Secret of the key is created before it is applied, so that the key is never replaced.
+        assert written == ({"Update", "Apply"} if key == ("Secret", "demo-control") else {"Apply"}), key
+
+
+async def test_an_engine_mounts_its_own_credential_which_follows_the_key(operator: OperatorProcess, world: World) -> None:
+    await world.kube.create(rollout("demo", world.namespace))
+    await eventually("children", lambda: world.is_complete("demo"))
+    for name, pod in (await world.pods("demo")).items():
+        (volume,) = (volume["secret"] for volume in pod["spec"]["volumes"] if "secret" in volume)
+        assert (volume["secretName"], volume["items"]) == ("demo-credentials", [{"key": name.removesuffix("-0"), "path": "token"}])
+    await world.kube.merge_patch(SECRETS, world.namespace, "demo-control", {"stringData": {"token": "new\nold"}})
+    await world.wake("demo")
+    key = Credentials("new", "old")
+
+    async def follows() -> bool:
+        data = (await world.kube.get(SECRETS, world.namespace, "demo-credentials"))["data"]
+        return {name: tuple(base64.b64decode(text).decode().split()) for name, text in data.items()} == {
+            name: key.derive(name).lines() for name in ("demo-engine-0", "demo-engine-1")
+        }
+
+    await eventually("credentials of the new key", follows, seconds=10)
+    await world.settled("demo")
 
 
 DRIFT: list[tuple[Resource, str, dict[str, Any]]] = [
@@ -60,6 +82,7 @@ DRIFT: list[tuple[Resource, str, dict[str, Any]]] = [
     (ROLES, "demo-router", {"rules": []}),
     (ROLEBINDINGS, "demo-router", {"subjects": []}),
     (SECRETS, "demo-control", {"metadata": {"labels": {names.LABEL_ROLLOUT: None}}}),
+    (SECRETS, "demo-credentials", {"data": {"demo-engine-0": "eA=="}}),
     (CONFIGMAPS, "demo-intent", {"data": {"intent.json": "{}"}}),
     (CONFIGMAPS, "demo-weights", {"metadata": {"labels": {"app.kubernetes.io/managed-by": "me"}}}),
     (SERVICES, "demo-engines", {"spec": {"publishNotReadyAddresses": False}}),
@@ -80,6 +103,8 @@ async def test_changed_child_is_restored(operator: OperatorProcess, world: World
     before = await world.children("demo")
     for resource, name, change in DRIFT:
         await world.kube.merge_patch(resource, world.namespace, name, change)
+        if resource is SECRETS:
+            await world.wake("demo")
 
         async def healed(resource: Resource = resource, name: str = name, change: dict[str, Any] = change) -> bool:
             live = await world.kube.get(resource, world.namespace, name)
@@ -99,6 +124,8 @@ async def test_deleted_child_is_recreated(operator: OperatorProcess, world: Worl
     for (kind, name), child in before.items():
         resource = resource_of(child)
         await world.kube.delete(resource, world.namespace, name)
+        if resource is SECRETS:
+            await world.wake("demo")
 
         async def back(resource: Resource = resource, name: str = name, old: str = child["metadata"]["uid"]) -> bool:
             live = await world.kube.get(resource, world.namespace, name)
@@ -191,6 +218,6 @@ async def test_deleted_rollout_removes_its_children(operator: OperatorProcess, w
     await eventually("children of the new one", lambda: world.is_complete("demo"))
 
 
-def test_every_rendered_kind_is_watched() -> None:
+def test_every_rendered_kind_except_secrets_is_watched() -> None:
     watched = {key[-1] for key in list_watched_kinds()}
-    assert watched == {resource.plural for resource in names.CHILD_KINDS} | {"pods"}
+    assert watched == {resource.plural for resource in names.CHILD_KINDS} - {"secrets"} | {"pods"}

@@ -31,7 +31,7 @@ class Room(Cluster):
     """Time when each pod got its node, by UID."""
 
     def plan(self, settings: Any = SETTINGS) -> Plan:
-        return make_plan(self.observe(), settings, self.now)
+        return make_plan(self.observe(), settings, self.now, new_key="t0ken")
 
     def _kubelet(self) -> None:
         groups: dict[str, list[Object]] = defaultdict(list)

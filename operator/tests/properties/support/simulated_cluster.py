@@ -12,9 +12,9 @@ from sglang_rollout.controller.decide.plan import Action, Delete, Plan, make_pla
 from sglang_rollout.controller.decide.view import FleetView, build_fleet_view
 from sglang_rollout.controller.render import names
 from sglang_rollout.controller.render.common import Settings
-from sglang_rollout.controller.render.fleet_objects import with_token
 from sglang_rollout.wire.record import EngineRow, Record
 from sglang_rollout.wire.states import BASE, EngineState
+from tests.support.allowed import ANYTHING
 
 SETTINGS = Settings(coordinator_image="example.org/coordinator:1", router_image="example.org/router:1")
 Object = dict[str, Any]
@@ -35,14 +35,14 @@ class Cluster:
         return build_fleet_view(copy.deepcopy(self.cr), copy.deepcopy(list(self.objects.values())), copy.deepcopy(list(self.pods.values())))
 
     def plan(self, settings: Settings = SETTINGS) -> Plan:
-        return make_plan(replace(self.observe(), ownership=self.ownership), settings)
+        return make_plan(replace(self.observe(), ownership=self.ownership), settings, allowed=ANYTHING, new_key="t0ken")
 
     def execute(self, actions: tuple[Action, ...]) -> None:
         for action in actions:
             if isinstance(action, Delete):
                 self._delete(action)
             else:
-                self._apply(with_token(action.object, "t0ken") if action.needs_token else action.object)
+                self._apply(action.object)
 
     def settle(self) -> None:
         """Do the work of controllers, kubelet and coordinator between two passes of the operator."""

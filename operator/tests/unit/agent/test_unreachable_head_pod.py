@@ -19,6 +19,7 @@ from sglang_rollout.agent.engine import Engine, RunFiles, StartBarrier
 from sglang_rollout.agent.launch import rank_lifecycle as g
 from sglang_rollout.agent.launch.head_pod import HeadPod
 from sglang_rollout.agent.launch.member_pod import MemberPod, member_app
+from sglang_rollout.credentials import Credentials
 from sglang_rollout.proxy.address import Address
 from sglang_rollout.wire.agent import GroupReply, MemberReport, Verdict
 from sglang_rollout.wire.ports import AGENT_ENGINE, AGENT_GROUP
@@ -53,7 +54,7 @@ def barrier(folder: Path) -> StartBarrier:
 
 def member(folder: Path, port: int) -> MemberPod:
     place = {"rank": 1, "head": Address(POD_0, port), "own": Address("127.0.0.1", port)}
-    return MemberPod(Engine("http://127.0.0.1:1"), barrier(folder), token="t", **place)  # type: ignore[arg-type]
+    return MemberPod(Engine("http://127.0.0.1:1"), barrier(folder), credentials=Credentials("t"), **place)  # type: ignore[arg-type]
 
 
 def message(head: HeadPod) -> str:
@@ -63,7 +64,7 @@ def message(head: HeadPod) -> str:
 
 def head_pod(folder: Path, port: int) -> HeadPod:
     agent = cast(Agent, SimpleNamespace(name="demo-engine-1", state=SimpleNamespace(up=False)))
-    made = HeadPod(agent, barrier(folder), size=2, own=Address(POD_0, port), folder=folder, token="t")
+    made = HeadPod(agent, barrier(folder), size=2, own=Address(POD_0, port), folder=folder, credentials=Credentials("t"))
     (folder / "boot").write_text("boot-0")
     return made
 
@@ -90,7 +91,7 @@ async def test_an_unknown_name_is_logged_once_and_reported(names: Names, tmp_pat
             await pod.report()
     assert [record.message for record in caplog.records] == [f"Pod 1 of the engine: {NAMELESS}."]
     async with (
-        served(member_app(pod, name="demo-engine-1", token="t", model_path=None), "127.0.0.1", port),
+        served(member_app(pod, name="demo-engine-1", credentials=Credentials("t"), model_path=None), "127.0.0.1", port),
         aiohttp.ClientSession() as http,
         http.get(f"http://127.0.0.1:{port}{AGENT_ENGINE}") as answer,
     ):
@@ -146,7 +147,7 @@ async def test_pod_0_asks_a_silent_pod_and_reports_its_answer(names: Names, tmp_
     await second.report()
     await first.question_silent_pods()
     assert message(first).endswith("now for demo-engine-1-1"), "the pod does not answer"
-    async with served(member_app(second, name="demo-engine-1", token="t", model_path=None), "127.0.0.1", port):
+    async with served(member_app(second, name="demo-engine-1", credentials=Credentials("t"), model_path=None), "127.0.0.1", port):
         await first.question_silent_pods()
     assert message(first).endswith(f"now for demo-engine-1-1 ({NAMELESS})")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -103,36 +104,47 @@ async def test_outage_and_conflict_are_raised_to_the_caller(error: KubeError) ->
         await run(Recorder(a=error), apply("a"))
 
 
-async def test_token_is_random_and_added_only_if_the_plan_asks_for_it() -> None:
+NEW = {"data": {"token": "bmV3"}}
+
+
+def apply_key(**more: Any) -> Apply:
+    action = apply("s", "Secret", is_new_key=True, **more)
+    return replace(action, object=action.object | NEW)
+
+
+async def test_a_new_key_is_created_and_replaces_none() -> None:
     kube = Recorder()
-    await run(kube, apply("s", "Secret", needs_token=True), apply("s", "Secret", needs_token=True), apply("s", "Secret"))
-    assert [verb for verb, _ in kube.calls] == ["create", "apply", "create", "apply", "apply"]
-    first, first_again, second, second_again, third = (obj.get("data") for obj in kube.objects)
-    assert first
-    assert first == first_again
-    assert second == second_again
-    assert first != second
-    assert not third
+    assert await run(kube, apply_key(unseen=True), apply("credentials", "Secret")) == Outcome(2)
+    assert kube.calls == [("create", "s"), ("apply", "s"), ("apply", "credentials")]
+    assert [obj.get("data") for obj in kube.objects] == [NEW["data"], NEW["data"], None]
 
 
 @pytest.mark.parametrize("unseen", [True, False])
-async def test_existing_token_is_kept_even_if_the_plan_did_not_see_it(unseen: bool) -> None:
+async def test_existing_key_is_kept_and_the_plan_is_made_again(unseen: bool) -> None:
     kube = Recorder({"s": {"metadata": {"labels": LABELS}, "data": {"token": "Zmlyc3Q="}}})
-    assert await run(kube, apply("s", "Secret", needs_token=True, unseen=unseen)) == Outcome(1)
-    assert kube.calls == [("apply", "s")]
+    with pytest.raises(Conflict):
+        await run(kube, apply_key(unseen=unseen), apply("credentials", "Secret"))
+    assert kube.calls == [("apply", "s")], "credentials of another key are not written"
     assert kube.objects[0]["data"] == {"token": "Zmlyc3Q="}
 
 
-async def test_secret_without_token_gets_a_new_one() -> None:
+async def test_secret_without_key_gets_a_new_one() -> None:
     kube = Recorder({"s": {"metadata": {"labels": LABELS}}})
-    await run(kube, apply("s", "Secret", needs_token=True))
+    await run(kube, apply_key())
     assert kube.calls == [("apply", "s")]
-    assert kube.objects[0]["data"]["token"]
+    assert kube.objects[0]["data"] == NEW["data"]
 
 
-async def test_two_operators_create_one_token() -> None:
+async def test_two_operators_create_one_key() -> None:
     with pytest.raises(Conflict):
-        await run(Recorder(s=Conflict("exists")), apply("s", "Secret", needs_token=True, unseen=True))
+        await run(Recorder(s=Conflict("exists")), apply_key(unseen=True))
+
+
+async def test_without_the_key_no_credentials_are_written() -> None:
+    kube = Recorder(s=Refused("denied by policy", code=403))
+    outcome = await run(kube, apply_key(unseen=True), apply("credentials", "Secret"), apply("b"))
+    assert outcome == Outcome(1, Failure(Reason.APPLY_FAILED, "denied by policy"))
+    assert kube.calls == [("create", "s"), ("apply", "b")]
 
 
 async def test_new_objects_are_applied_without_force() -> None:
@@ -160,7 +172,7 @@ async def test_objects_with_our_label_or_owner_are_applied_over(metadata: dict[s
 @pytest.mark.parametrize("kind", ["Service", "Secret"])
 async def test_foreign_object_with_the_same_name_is_left_alone(metadata: dict[str, Any], kind: str) -> None:
     kube = Recorder({"a": {"metadata": metadata}})
-    outcome = await run(kube, apply("a", kind, unseen=True, needs_token=kind == "Secret"), apply("b"), delete("c"))
+    outcome = await run(kube, apply("a", kind, unseen=True, is_new_key=kind == "Secret"), apply("b"), delete("c"))
     assert kube.calls == [("apply", "b")], "others are made; nothing is deleted by half a plan"
     assert outcome.failure
     assert outcome.failure.reason == "NameTaken"

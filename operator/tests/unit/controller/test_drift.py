@@ -13,7 +13,7 @@ from sglang_rollout.controller.decide.drift import find_difference, read_ownersh
 from sglang_rollout.controller.render import names, render_all
 from sglang_rollout.controller.render.common import parse_quantity
 from sglang_rollout.controller.render.engine_arguments import server_args
-from sglang_rollout.controller.render.fleet_objects import intent
+from sglang_rollout.controller.render.fleet_objects import intent, token_of, with_token
 from sglang_rollout.controller.render.hashing import revision
 from sglang_rollout.controller.render.overlay import merge
 from tests.support.paths import DOCS
@@ -118,10 +118,26 @@ def test_removed_field_is_drift() -> None:
 
 
 def test_annotation_does_not_depend_on_the_token() -> None:
-    first, second = (
-        next(made for made in render_all(rollout(), SETTINGS, token=token) if made["kind"] == "Secret") for token in ("a", "b")
+    first, second = ([made for made in render_all(rollout(), SETTINGS, token=token) if made["kind"] == "Secret"] for token in ("a", "b"))
+    assert [stamp(secret)["metadata"] for secret in first] == [stamp(secret)["metadata"] for secret in second]
+    assert [secret["metadata"]["name"] for secret in first] == ["demo-control", "demo-credentials"]
+
+
+def test_the_credentials_of_a_new_key_or_engine_are_drift() -> None:
+    before, rotated, more = (
+        next(made for made in render_all(made_from, SETTINGS, token=token) if made["metadata"]["name"] == "demo-credentials")
+        for made_from, token in ((rollout(), "a"), (rollout(), "b\na"), (rollout(replicas=3), "a"))
     )
-    assert stamp(first)["metadata"] == stamp(second)["metadata"]
+    assert find_difference(stamp(before), live_of(before)) == ""
+    assert find_difference(stamp(rotated), live_of(before)) == "the credentials changed"
+    assert find_difference(stamp(more), live_of(before)) == "the credentials changed"
+    assert find_difference(stamp(before), live_of(more)) == "", "unused credentials stay until the next apply"
+
+
+def test_the_operator_keeps_the_lines_of_a_rotation() -> None:
+    edited = with_token({"kind": "Secret", "metadata": {"name": "demo-control"}}, "new\nold\n")
+    rendered = next(made for made in render_all(rollout(), SETTINGS, token=token_of(edited)) if made["kind"] == "Secret")
+    assert rendered["data"] == edited["data"]
 
 
 def rollout(**spec: Any) -> SGLangRollout:
@@ -135,6 +151,8 @@ def test_revision_depends_only_on_what_the_user_wrote() -> None:
     assert revision(rollout(replicas=9, router={"policy": "Random"}, weights={"backend": "gloo"})) == first
     assert revision(rollout(engine={**engine, "args": ["--x"]})) != first
     assert revision(rollout(model={"path": "/models/other"})) != first
+    assert revision(rollout(security={"generate": "Clients"})) == first
+    assert revision(rollout(security={"signatures": {"publicKeySecret": "keys"}})) != first, "agents mount the keys"
     assert revision(rollout(podTemplate={"spec": {"nodeSelector": {"a": "b"}}})) != first
     lora = {"maxRank": 8, "targetModules": ["all"]}
     assert revision(rollout(engine={**engine, "lora": lora})) != first

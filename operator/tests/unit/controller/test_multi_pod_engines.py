@@ -103,6 +103,19 @@ def test_exhausted_restart_budget_degrades_the_fleet() -> None:
     assert engines(seen)[1]["phase"] == "Failed"
 
 
+@pytest.mark.parametrize("earlier", [0, 1])
+def test_pods_of_one_engine_with_different_credentials_do_not_stay_together(earlier: int) -> None:
+    def made(index: int, rank: int, *, mounts_key: bool) -> Object:
+        found = pod(index, rank)
+        found["metadata"]["labels"][names.LABEL_ROLLOUT] = "demo"
+        found["spec"]["volumes"] = [{"name": "control", "secret": {"secretName": "demo-control" if mounts_key else "demo-credentials"}}]
+        return found
+
+    mixed = [made(index, rank, mounts_key=(index, rank) != (1, 1 - earlier)) for index in range(2) for rank in range(2)]
+    assert rolled(fleet(*mixed)) == {f"demo-engine-1-{earlier}"}, "the engine of equal pods keeps running"
+    assert rolled(fleet(*(made(index, rank, mounts_key=False) for index in range(2) for rank in range(2)))) == set()
+
+
 @pytest.mark.parametrize("old_rank", [0, 1])
 def test_engine_is_outdated_if_one_pod_is(old_rank: int) -> None:
     pods = [pod(index, rank, current="old" if (index, rank) == (1, old_rank) else None) for index in range(2) for rank in range(2)]
@@ -160,10 +173,8 @@ def test_engines_whose_pods_cannot_be_created_are_recreated_at_once(there: int) 
     wanted = cr(engine={**ENGINE, "nodes": 1})
     resized = replace(seen, cr=wanted, rollout=SGLangRollout.model_validate(wanted))
     made = make_plan(resized, SETTINGS)
-    assert [(one.kind, one.name) for one in made.actions if isinstance(one, Delete)] == [
-        ("StatefulSet", "demo-engine-0"),
-        ("StatefulSet", "demo-engine-1"),
-    ]
+    deleted = [one.name for one in made.actions if isinstance(one, Delete) and one.kind == "StatefulSet"]
+    assert deleted == ["demo-engine-0", "demo-engine-1"]
 
 
 def test_engine_without_all_its_pods_is_restarted_first() -> None:
@@ -171,3 +182,32 @@ def test_engine_without_all_its_pods_is_restarted_first() -> None:
     assert rolled(seen) == {"demo-engine-1-0"}
     both = fleet(pod(0, 0, current="old"), pod(1, 0, current="old"), gates=(False, False))
     assert rolled(both) == {"demo-engine-0-0", "demo-engine-1-0"}
+
+
+def deletes(custom: Object, *pods: Object) -> set[str]:
+    """Return kind and name of the deletes of a rollout whose children were made for two engines of two pods."""
+    seen = fleet(*pods)
+    changed = replace(seen, cr=custom, rollout=SGLangRollout.model_validate(custom))
+    return {f"{action.kind} {action.name}" for action in make_plan(changed, SETTINGS).actions if isinstance(action, Delete)}
+
+
+ALL_PODS = [pod(index, rank) for index in range(2) for rank in range(2)]
+
+
+def test_the_policy_of_an_engine_stays_until_its_pods_have_ended() -> None:
+    fewer = cr(replicas=1, engine=ENGINE)
+    assert deletes(fewer, *ALL_PODS) == {"StatefulSet demo-engine-1"}
+    assert deletes(fewer, *ALL_PODS[:2]) == {"StatefulSet demo-engine-1", "NetworkPolicy demo-engine-1"}
+
+
+def test_the_policy_of_an_engine_stays_until_a_rolling_update_has_recreated_it() -> None:
+    narrow = cr(engine={**ENGINE, "nodes": 1})
+    assert not any("NetworkPolicy" in line for line in deletes(narrow, *ALL_PODS))
+    rolled = [pod(0, 0), *ALL_PODS[2:]]
+    assert {line for line in deletes(narrow, *rolled) if "NetworkPolicy" in line} == {"NetworkPolicy demo-engine-0"}
+
+
+def test_an_open_network_removes_all_policies_at_once() -> None:
+    """The policy of one engine alone would isolate its pods from every other source."""
+    found = deletes({**CR, "spec": {**CR["spec"], "security": {"network": "Open"}}}, *ALL_PODS)
+    assert found == {f"NetworkPolicy {name}" for name in ("demo-router", "demo-engines", "demo-engine-0", "demo-engine-1")}

@@ -68,7 +68,7 @@ class OperatorProcess:
     def start(self) -> None:
         command = [sys.executable, "-m", "sglang_rollout.cli", "operator", "--kubeconfig", str(self.kubeconfig)]
         command += [f"--metrics-port={self.metrics_port}", f"--health-port={self.health_port}"]
-        command += [f"--namespace={namespace}" for namespace in self.namespaces]
+        command += [*(f"--namespace={namespace}" for namespace in self.namespaces), *self.flags]
         environment = {**os.environ, "NO_PROXY": "*", "no_proxy": "*"}
         with self.log.open("ab") as log:
             self.process = start_child(command, stdout=log, stderr=log, env=environment)
@@ -143,6 +143,11 @@ class World:
 
     kube: Kube
     namespace: str
+
+    async def wake(self, name: str) -> None:
+        """Request a reconcile, because the operator does not watch Secrets."""
+        annotations = {"woken": str(time.monotonic())}
+        await self.kube.merge_patch(ROLLOUTS, self.namespace, name, {"metadata": {"annotations": annotations}})
 
     async def children(self, name: str) -> dict[tuple[str, str], Object]:
         labels: dict[str, str | None] = {names.LABEL_ROLLOUT: name}
@@ -232,6 +237,7 @@ def expected(name: str, engines: int) -> set[tuple[str, str]]:
         ("Role", f"{name}-router"),
         ("RoleBinding", f"{name}-router"),
         ("Secret", f"{name}-control"),
+        ("Secret", f"{name}-credentials"),
         ("ConfigMap", f"{name}-intent"),
         ("ConfigMap", f"{name}-weights"),
         ("Service", f"{name}-engines"),

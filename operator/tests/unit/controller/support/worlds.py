@@ -13,7 +13,7 @@ from sglang_rollout.controller.render import names, render_all
 from sglang_rollout.controller.render.common import Settings
 from sglang_rollout.controller.render.hashing import revision
 from sglang_rollout.wire.reasons import Refusal
-from sglang_rollout.wire.record import EngineRow, LastUpdate, Record, UpdateOutcome
+from sglang_rollout.wire.record import EndedUpdate, EngineRow, Record, UpdateOutcome
 from sglang_rollout.wire.states import BASE, EngineState, Version
 
 SETTINGS = Settings(coordinator_image="example.org/coordinator:1", router_image="example.org/router:1")
@@ -95,14 +95,14 @@ def opening(index: int, version: Version) -> EngineRow:
     return row(index, version, gate=False, closed=said)
 
 
-def partial(reason: str) -> LastUpdate:
+def partial(reason: str) -> EndedUpdate:
     """Return a partial update: one engine did not commit."""
-    return LastUpdate(version=V2, outcome=UpdateOutcome.PARTIAL, message=reason, finished=NOW, engines=["demo-engine-0"])
+    return EndedUpdate(version=V2, outcome=UpdateOutcome.PARTIAL, message=reason, finished=NOW, engines=["demo-engine-0"])
 
 
-def record(*rows: EngineRow, committed: Version = BASE, failed: str = "", last: LastUpdate | None = None) -> Record:
+def record(*rows: EngineRow, committed: Version = BASE, failed: str = "", last: EndedUpdate | None = None) -> Record:
     if failed:
-        last = LastUpdate(version=V2, outcome=UpdateOutcome.FAILED, message=failed, finished=NOW)
+        last = EndedUpdate(version=V2, outcome=UpdateOutcome.FAILED, message=failed, finished=NOW)
     return Record(term=1, epoch=3, committed=committed, engines=list(rows), last_update=last)
 
 
