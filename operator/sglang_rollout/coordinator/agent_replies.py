@@ -58,7 +58,9 @@ def _reply_result(path: str, status: int, fields: Mapping[str, Any]) -> Result:
         return Result(ok=False, status=status, message=f"the answer of its agent is not valid (fields {where}).")
     if isinstance(reply, AgentStatus):
         return Result(ok=True, status=status, agent=reply)
-    result = Result(ok=reply.refusal is None, status=status, message=reply.refusal.message if reply.refusal is not None else "")
+    result = Result(ok=True, status=status)
+    if reply.refusal is not None:
+        result = Result(ok=False, status=status, message=reply.refusal.message, code=reply.refusal.code)
     if isinstance(reply, PreflightReply):
         return result
     names = None if reply.names is None else frozenset(reply.names)

@@ -38,6 +38,7 @@ from sglang_rollout.coordinator.update.phases import Phase
 from sglang_rollout.coordinator.update.requests import Answer, Request
 from sglang_rollout.coordinator.wanted_engines import WantedEngines
 from sglang_rollout.wire.record import UpdateOutcome
+from sglang_rollout.wire.reasons import RefusalCode
 from sglang_rollout.wire.states import FleetState, describe_state
 
 log = logging.getLogger(__name__)
@@ -146,9 +147,10 @@ class Driver:
     async def ask(self, request: Request) -> Answer:
         """Send a request to the state machine and return its answer. A cancellation means that the client has disconnected."""
         if self._ended:
-            return Answer(503, DEPOSED)
+            return Answer(503, DEPOSED, code=RefusalCode.UNAVAILABLE)
         if self._machine is None:
-            return Answer(503, "The coordinator has just started and cannot read its record yet. Try again in a moment.")
+            message = "The coordinator has just started and cannot read its record yet. Try again in a moment."
+            return Answer(503, message, code=RefusalCode.UNAVAILABLE)
         call = next(self._calls)
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._waiting[call] = future

@@ -141,7 +141,8 @@ class Http:
         if not response.ok or reply.get("success") is False:
             fleet = reply.get("fleet")
             details = fleet if isinstance(fleet, dict) else None
-            raise FleetRefused(path, response.status_code, refusal_reason(response), details)
+            code = reply.get("code")
+            raise FleetRefused(path, response.status_code, refusal_reason(response), details, code=code if isinstance(code, str) else None)
         return reply
 
 

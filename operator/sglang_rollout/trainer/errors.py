@@ -25,7 +25,7 @@ class FleetUnreachable(FleetError):
 class FleetRefused(FleetError):
     """The fleet answered a call with an error."""
 
-    def __init__(self, path: str, status: int, reason: str, fleet: dict[str, Any] | None = None) -> None:
+    def __init__(self, path: str, status: int, reason: str, fleet: dict[str, Any] | None = None, *, code: str | None = None) -> None:
         super().__init__(f"The fleet refused {path} with HTTP {status}: {reason}")
         self.path = path
         """Path of the call."""
@@ -33,6 +33,8 @@ class FleetRefused(FleetError):
         """HTTP status."""
         self.reason = reason
         """The fleet's message."""
+        self.code = code
+        """The fleet's code of a call that it refused before anything was done: ``Forbidden``, ``InvalidRequest``. None: it has none."""
         self.fleet = fleet or {}
         """Results of each engine, and the values to use instead (``epoch``, ``world_size``, ``members``)."""
 

@@ -87,5 +87,7 @@ class ControlReply(BaseModel):
 
     success: bool
     message: str
+    code: str | None = None
+    """Why the call was refused before anything was done, for programs; None: it was carried out, and succeeded or failed."""
     fleet: dict[str, Any] | None = None
     """Results by engine; for a refusal, the valid values (``epoch``, ``world_size``, ``members``)."""

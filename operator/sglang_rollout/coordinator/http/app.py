@@ -20,7 +20,7 @@ from sglang_rollout.coordinator.wanted_engines import WantedEngines
 from sglang_rollout.sglang.api import DATA_PATHS, ControlCall
 from sglang_rollout.sglang.refused_paths import find_refusal
 from sglang_rollout.wire.ports import FLEET_METRICS
-from sglang_rollout.wire.reasons import RefusedError, reason_phrase
+from sglang_rollout.wire.reasons import GateReason, Refusal, RefusalCode, RefusedError, reason_phrase
 from sglang_rollout.wire.trainer import ControlReply
 
 log = logging.getLogger(__name__)
@@ -55,8 +55,13 @@ PARTS = web.AppKey("parts", Parts)
 
 
 def refuse(status: int, message: str, fleet: dict[str, object] | None = None) -> web.Response:
-    """Return a refusal in SGLang's shape. The status line has the message too, because clients print that line and drop the body."""
-    body = ControlReply(success=False, message=message, fleet=fleet)
+    """Return a refusal with the code that belongs to the status."""
+    return fail(status, message, fleet, RefusalCode.from_status(status))
+
+
+def fail(status: int, message: str, fleet: dict[str, object] | None, code: RefusalCode | GateReason | None) -> web.Response:
+    """Return a failure in SGLang's shape. The status line has the message too, because clients print that line and drop the body."""
+    body = ControlReply(success=False, message=message, code=code, fleet=fleet)
     headers = {"Retry-After": "1"} if status == 503 else {}
     return web.json_response(body.model_dump(mode="json", exclude_none=True), status=status, reason=reason_phrase(message), headers=headers)
 
@@ -78,7 +83,7 @@ async def handle_errors(request: web.Request, handler: Handler) -> web.StreamRes
         await _receive_body(request)
         return await handler(request)
     except RefusedError as refusal:
-        return refuse(refusal.status, str(refusal), refusal.fleet or None)
+        return fail(refusal.status, str(refusal), refusal.fleet or None, refusal.refusal.code)
     except web.HTTPException as error:
         return _http_error(request, error)
     except (ConnectionError, TimeoutError) as error:

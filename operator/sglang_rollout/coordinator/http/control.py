@@ -9,10 +9,10 @@ from typing import Any
 from aiohttp import web
 
 from sglang_rollout.coordinator.http import dialects
-from sglang_rollout.coordinator.http.app import PARTS, refuse
+from sglang_rollout.coordinator.http.app import CALLER, PARTS, fail, refuse
 from sglang_rollout.coordinator.update.control_calls import AT_ENGINES
 from sglang_rollout.coordinator.update.events import Send
-from sglang_rollout.coordinator.update.requests import AtEngine, Begin, Call, Continue, NewRun, OpenGroup, Request
+from sglang_rollout.coordinator.update.requests import AtEngine, Call, Continue, NewRun, OpenGroup, Request
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.ports import FLEET_ENGINES, FLEET_LEASE, FLEET_RUN, VERSION_HEADER
 from sglang_rollout.wire.reasons import RefusedError, reason_phrase
@@ -30,9 +30,9 @@ ONE_PROCESS = (
 async def reply_to(request: web.Request, asked: Request) -> web.Response:
     """Ask the state machine and return its answer in SGLang's shape."""
     parts = request.app[PARTS]
-    answer = await parts.driver.ask(asked)
+    answer = await parts.driver.ask(asked, str(request[CALLER]))
     if not answer.success:
-        return refuse(answer.status, answer.message, dict(answer.fleet) or None)
+        return fail(answer.status, answer.message, dict(answer.fleet) or None, answer.code)
     headers = {}
     committed = parts.machine.fleet.committed
     if committed is not None:
@@ -57,7 +57,6 @@ async def lease(request: web.Request) -> web.Response:
     """``POST /fleet/lease``: heartbeat of a trainer with an open process group. The reply says whether the group is still usable."""
     body = dialects.parse(await request.read())
     parts = request.app[PARTS]
-    parts.driver.note_heartbeat()
     fleet = parts.machine.fleet
     group = fleet.groups.get(str(body.get("group_name")))
     live = group is not None and fleet.is_live(group)

@@ -12,6 +12,7 @@ from sglang_rollout.api.intent import Intent
 from sglang_rollout.coordinator.update.requests import Answer, Body, Request
 from sglang_rollout.wire.agent import AgentStatus
 from sglang_rollout.wire.record import Record
+from sglang_rollout.wire.reasons import GateReason, RefusalCode
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,8 @@ class Result:
     ok: bool
     status: int = 0
     message: str = ""
+    code: RefusalCode | GateReason | None = None
+    """Code of the refusal, if an agent refused a folder or a store."""
     agent: AgentStatus | None = None
     """The agent's status, if the reply was one (sync, ack, fence)."""
     checksums: tuple[str, ...] | None = None

@@ -42,7 +42,7 @@ from sglang_rollout.coordinator.update.steps import COLLECTIVE, Operation, Resul
 from sglang_rollout.coordinator.update.trainer import Trainer, probe_stores, trainer_stores
 from sglang_rollout.coordinator.update.upkeep import Upkeep
 from sglang_rollout.coordinator.update.versions import Committed
-from sglang_rollout.wire.reasons import RefusedError
+from sglang_rollout.wire.reasons import RefusalCode, RefusedError
 from sglang_rollout.wire.record import Record
 
 
@@ -123,14 +123,18 @@ class Machine:
         return done
 
     def _asked(self, event: Asked) -> None:
-        self._trainer.heard = event.at
-        self._trainer.note_alive(event.at)
+        self.fleet.gone = event.gone
+        refusal = find_refusal(self.fleet, self._trainer, event.request, event.caller)
+        if refusal is not None:
+            self._out.append(Reply(event.call, _refused(refusal)))
+            return
+        self._note_call(event)
         if self.fleet.committed is None:
             message = (
                 "The coordinator has just started and asks the engines what they hold"
                 f" ({self._knowledge.describe_awaited()}). Try again in a moment."
             )
-            self._out.append(Reply(event.call, Answer(503, message)))
+            self._out.append(Reply(event.call, Answer(503, message, code=RefusalCode.UNAVAILABLE)))
             return
         self._start(_Running(control_calls.answer(self.fleet, event.request), event.call))
 
@@ -183,7 +187,15 @@ class Machine:
         except StopIteration as ended:
             self._end(running, ended.value)
         except RefusedError as refusal:
-            self._end(running, Answer(refusal.status, str(refusal), refusal.fleet))
+            self._end(running, _refused(refusal))
+
+    def _take_turn(self, running: _Running) -> Step:
+        """Give an operation its turn. Refuse a call if another trainer has taken the fleet while the call waited."""
+        self._turn, running.wants_turn = running, False
+        self.fleet.caller = running.caller
+        refusal = find_refusal(self.fleet, self._trainer, running.request, running.caller) if running.request is not None else None
+        step: Step = running.operation.throw(refusal) if refusal is not None else running.operation.send(None)
+        return step
 
     def _reply(self, running: _Running, answer: Answer) -> None:
         if running.call is not None and not running.answered:
@@ -305,6 +317,10 @@ class Machine:
     def rise(self, term: int) -> None:
         """Continue with a term that no other coordinator has or gets."""
         self.fleet.term = max(self.fleet.term, term)
+
+
+def _refused(refusal: RefusedError) -> Answer:
+    return Answer(refusal.status, str(refusal), refusal.fleet, refusal.refusal.code)
 
 
 async def _with_turn(operation: Operation[Answer]) -> Answer:

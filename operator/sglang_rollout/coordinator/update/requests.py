@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from sglang_rollout.wire.reasons import GateReason, Refusal, RefusalCode
 Body = Mapping[str, Any]
 """A JSON object as the trainer sent it."""
 
@@ -168,6 +169,8 @@ class Answer:
     message: str
     fleet: Mapping[str, Any] = field(default_factory=dict)
     """Details beside SGLang's shape: results by engine and, on refusals, the numbers that would be right."""
+    code: RefusalCode | GateReason | None = None
+    """Why the call was refused before anything was done; None: it was not refused."""
 
     @property
     def success(self) -> bool:

@@ -64,6 +64,7 @@ async def test_a_wrong_group_is_refused_before_any_engine_is_called(lab: Lab, ch
     assert status == 400
     assert sentence in reason
     assert sentence in body["message"]
+    assert body["code"] == "InvalidRequest"
     assert all(agent.calls == [] for agent in lab.agents)
     assert (await lab.document())["serving"] == 2
 
@@ -81,6 +82,7 @@ async def test_an_engine_that_cannot_join_is_named_and_the_others_leave(lab: Lab
     lab.agents[1].broken["/init_weights_update_group"] = "out of memory."
     status, reason, body = await lab.open_group()
     assert (status, body["fleet"]["phase"]) == (400, "open")
+    assert "code" not in body, "the call was not refused: it failed"
     assert "engine e1 could not join process group g: out of memory." in reason
     await asyncio.sleep(0.3)
     assert all(agent.bodies_of("/destroy_weights_update_group") for agent in lab.agents)
@@ -110,7 +112,7 @@ async def test_trainers_that_never_pause_commit_when_they_flush(lab: Lab) -> Non
     assert all(agent.agent.gate_open and not agent.agent.paused for agent in lab.agents)
     assert (await lab.post("/destroy_weights_update_group"))[0] == 200
     status, _, body = await lab.post("/destroy_weights_update_group", {"group_name": "other"})
-    assert (status, body["message"]) == (400, "The group to be destroyed does not exist.")
+    assert (status, body["message"], body["code"]) == (400, "The group to be destroyed does not exist.", "InvalidRequest")
 
 
 async def test_one_failing_engine_fails_the_update_and_fences_all(lab: Lab) -> None:

@@ -87,6 +87,13 @@ def test_opening_is_repeated_only_after_a_temporary_failure(control: ScriptedCon
     assert control.group is None
 
 
+def test_a_refusal_has_the_code_of_the_fleet(fake: FakeFleet) -> None:
+    fake.replies["/pause_generation"] = (403, {"success": False, "message": "not allowed", "code": "Forbidden"})
+    with pytest.raises(FleetRefused) as caught:
+        Http(fake.url).post("/pause_generation", {}, timeout=30)
+    assert (caught.value.code, caught.value.status) == ("Forbidden", 403)
+
+
 def test_an_abandoned_group_is_closed_here_before_the_engines_leave(control: ScriptedControl, fake: FakeFleet) -> None:
     control.open()
     seen: list[bool] = []
