@@ -42,7 +42,7 @@ RELAYED = (
     ControlCall.END_UPDATE,
     ControlCall.SET_VERSION,
 )
-"""SGLang's calls that an engine's URL accepts without a token."""
+"""SGLang's calls that trainers may send to an engine's URL."""
 _CONNECT_SECONDS = 5.0
 _RELAY_SECONDS = 600.0
 _DISCONNECT_CHECK_SECONDS = 0.5
@@ -133,7 +133,7 @@ class Relay:
         return f" Without a token, an engine's URL takes only {', '.join(RELAYED)}; the fleet's URL is {self._url}."
 
     def before(self, handler: Handler) -> Handler:
-        """Return a handler that forwards calls without a token; the coordinator's calls carry a token and go to ``handler``."""
+        """Return a handler that forwards trainers' calls; the coordinator's calls have a term and go to ``handler``."""
 
         async def relayed(request: web.Request) -> web.StreamResponse:
             return await (handler(request) if "Authorization" in request.headers else self._relay(request))

@@ -1,9 +1,10 @@
-"""What the operator asks of the coordinator: the fleet's engines and adapters, and ``spec.weights`` as the user wrote it."""
+"""What the operator asks of the coordinator: engines, adapters, and ``spec.weights`` and ``spec.security`` as the user wrote them."""
 
 from __future__ import annotations
 
 from pydantic import Field
 
+from sglang_rollout.api.security_spec import Security
 from sglang_rollout.api.weights_spec import Weights
 from sglang_rollout.wire import Message
 from sglang_rollout.wire.record import Adapter
@@ -35,6 +36,8 @@ class Intent(Message):
     """Engines that a fleet without any update waits for. None: all engines."""
     weights: Weights = Weights()
     """``spec.weights``."""
+    security: Security = Security()
+    """``spec.security``."""
     state: FleetState = FleetState.ACTIVE
     """State that ``spec.state`` asks for."""
     drain: float = 300.0

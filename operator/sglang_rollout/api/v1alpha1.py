@@ -17,6 +17,7 @@ from sglang_rollout.api.network_spec import OFFLINE_VARIABLES, rules_against_ove
 from sglang_rollout.api.pod_template import PodTemplate, RouterPodTemplate, overlay_sets
 from sglang_rollout.api.scheduling_spec import POD_GROUP_LABEL, Elastic, Placement, Scheduling
 from sglang_rollout.api.schema import ApiModel, argument, rule, with_rules
+from sglang_rollout.api.security_spec import Security
 from sglang_rollout.api.sharing_spec import Mode, Sharing, rules_of_modes
 from sglang_rollout.api.status import RolloutStatus
 from sglang_rollout.api.weights_spec import Weights
@@ -221,6 +222,8 @@ class RolloutSpec(ApiModel):
     """Transfer of a trainer's weights to the engines."""
     scheduling: Scheduling = Scheduling()
     """Nodes of the engines."""
+    security: Security = Security()
+    """Callers of the fleet's URL, and what their requests may name."""
     pod_template: PodTemplate | None = None
     """Overlay over the engine pods for everything that has no field: volumes, annotations, further containers. It is merged like a
     strategic merge patch: maps by key; containers, volumes and environment by name. `null` removes a key."""

@@ -16,6 +16,7 @@ from aiohttp import web
 from prometheus_client.aiohttp import make_aiohttp_handler
 
 from sglang_rollout.api.limits_spec import Limits
+from sglang_rollout.batches.callers import CallerCheck
 from sglang_rollout.batches.client import GenerateClient
 from sglang_rollout.batches.memory import DEFAULT_LIMIT_BYTES, Budget
 from sglang_rollout.batches.metrics import make_metrics
@@ -40,6 +41,8 @@ class Options:
     """Memory limit of the process in bytes."""
     limits: Limits = field(default_factory=Limits)
     """Largest requests that engines get."""
+    check_data_callers: bool = False
+    """True: ask the coordinator about the caller of each request."""
     shutdown_seconds: float = 180.0
     """Time for running batches to end after SIGTERM; the same as smg's."""
 
@@ -54,7 +57,8 @@ async def serve(options: Options) -> None:
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(GenerateClient(options.smg_url))
         view = await stack.enter_async_context(ServingView(options.coordinator_url))
-        parts = Parts(client, view, Budget(options.memory))
+        callers = await stack.enter_async_context(CallerCheck(options.coordinator_url)) if options.check_data_callers else None
+        parts = Parts(client, view, Budget(options.memory), options.limits, callers)
         app = web.Application(middlewares=[handle_errors], client_max_size=MAX_BODY_BYTES)
         app[PARTS] = parts
         metrics = make_aiohttp_handler(make_metrics(parts.budget))
@@ -92,6 +96,7 @@ async def _serve_until_signal(options: Options) -> None:
     help="Memory limit of this process in bytes. Bodies and answers take at most a sixth of it.",
 )
 @limits_option
+@click.option("--check-data-callers", is_flag=True, help="Ask the coordinator who may send requests.")
 @logging_options
 def command(log_level: str, log_format: str, **given: Any) -> None:
     """Run the batch server: it splits batches, and forwards requests that smg would refuse or change to an engine."""

@@ -19,6 +19,7 @@ import aiohttp
 from aiohttp import web
 
 from sglang_rollout.api.limits_spec import Limits
+from sglang_rollout.batches.callers import CallerCheck
 from sglang_rollout.batches.client import HOLD_SECONDS, NO_ENGINE, ConnectionLostError, GenerateClient, UnreachableError
 from sglang_rollout.batches.memory import Budget, ExhaustedError, Share, TooLargeError, objects_bytes
 from sglang_rollout.batches.serving import ServingView
@@ -48,8 +49,9 @@ _JSON = "application/json"
 _HOP_HEADERS = frozenset(
     {"connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade", "proxy-authorization", "proxy-authenticate"}
     | {"host", "content-length", "expect", "accept-encoding", "content-type"}
+    | {"authorization", CALLER_HEADER.lower(), RELAYED_CALLER_HEADER.lower(), RELAYED_AUTHORIZATION_HEADER.lower()}
 )
-"""Headers that belong to one connection or one body, not to the request."""
+"""Headers that belong to one connection, one body or the caller. Engines run model code, so no token reaches them."""
 _BLOCK_BYTES = 2**18
 """Size from which a part of an answer is written."""
 _RETRY_SECONDS = 0.25
@@ -65,6 +67,8 @@ class Parts:
     view: ServingView
     budget: Budget
     limits: Limits
+    callers: CallerCheck | None = None
+    """None: everyone may send data requests."""
 
 
 PARTS = web.AppKey("parts", Parts)
@@ -111,11 +115,13 @@ async def handle_errors(request: web.Request, handler: Handler) -> web.StreamRes
         return _refuse(500, f"{request.path} failed in the batch server; its log has the reason.")
 
 
-def _while_serving(handler: Handler) -> Handler:
-    """Refuse requests while no engine may generate, and count the memory of the others."""
+def _admit(handler: Handler) -> Handler:
+    """Refuse callers that are not allowed, and all requests while no engine may generate. Count the memory of the others."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
         parts = request.app[PARTS]
+        if parts.callers is not None and (refusal := await parts.callers.find_refusal(request.path, request.headers)) is not None:
+            return refusal
         if reason := (await parts.view.read()).held:
             return _refuse(503, reason)
         with parts.budget.share() as share:
@@ -125,7 +131,7 @@ def _while_serving(handler: Handler) -> Handler:
     return handle
 
 
-@_while_serving
+@_admit
 async def generate(request: web.Request) -> web.StreamResponse:
     """``POST /generate``: split a batch, forward any other body."""
     data = await _read_body(request)
@@ -152,7 +158,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
     return await _answer_batch(request, batch.size, send)
 
 
-@_while_serving
+@_admit
 async def completions(request: web.Request) -> web.StreamResponse:
     """``POST /v1/completions``: smg refuses prompts of token IDs, so they go to an engine."""
     data, body = await _with_adapter(request, await _read_body(request))
@@ -163,7 +169,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     return await _forward_single(request, data, bypass=bypass)
 
 
-@_while_serving
+@_admit
 async def chat(request: web.Request) -> web.StreamResponse:
     """``POST /v1/chat/completions`` with values that smg refuses, or for a model with an adapter."""
     data, body = await _with_adapter(request, await _read_body(request))
@@ -172,7 +178,7 @@ async def chat(request: web.Request) -> web.StreamResponse:
     return await _forward_single(request, data, bypass=bypass)
 
 
-@_while_serving
+@_admit
 async def direct(request: web.Request) -> web.StreamResponse:
     """Embeddings, rewards, scores and the tokenizer: a serving engine answers.
 

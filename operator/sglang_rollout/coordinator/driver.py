@@ -144,8 +144,8 @@ class Driver:
             group.create_task(self._tick(), name="tick")
             group.create_task(self.record_writer.run(), name="record")
 
-    async def ask(self, request: Request) -> Answer:
-        """Send a request to the state machine and return its answer. A cancellation means that the client has disconnected."""
+    async def ask(self, request: Request, caller: str = "") -> Answer:
+        """Send a request of a caller to the state machine and return its answer. A cancellation means that the client has disconnected."""
         if self._ended:
             return Answer(503, DEPOSED, code=RefusalCode.UNAVAILABLE)
         if self._machine is None:

@@ -7,8 +7,10 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import Coroutine, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,9 @@ import uvloop
 from aiohttp import web
 
 from sglang_rollout.coordinator.agents import Agents
+from sglang_rollout.coordinator.callers.check import CallerCheck
+from sglang_rollout.coordinator.callers.pods import PodTable
+from sglang_rollout.coordinator.callers.watch import follow_callers
 from sglang_rollout.coordinator.driver import Driver
 from sglang_rollout.coordinator.engine_infos import EngineInfos
 from sglang_rollout.coordinator.http.app import Parts, make_app
@@ -32,7 +37,11 @@ from sglang_rollout.kube.client import Kube
 from sglang_rollout.kube.errors import NoCredentials
 from sglang_rollout.kube.lease import Lease
 from sglang_rollout.logs import configure_logging, logging_options
+from sglang_rollout.proxy.address import Address, Endpoint
+from sglang_rollout.proxy.cli import ADDRESS, ENDPOINT
+from sglang_rollout.proxy.listen import listen
 from sglang_rollout.proxy.smg import POLICIES, engine_labels
+from sglang_rollout.wire.ports import COORDINATOR_PORT
 
 log = logging.getLogger(__name__)
 
@@ -46,8 +55,7 @@ class Options:
 
     name: str
     namespace: str
-    host: str
-    port: int
+    listen: Endpoint
     smg_url: str
     token_file: Path
     public_url: str
@@ -107,23 +115,38 @@ async def serve(options: Options, key: Credentials) -> None:
         wanted = WantedWorkers(wanted_engines.url)
         workers = SmgWorkers(options.smg_url, lambda: wanted.urls(driver.machine), engine_labels(options.policy))
         infos = EngineInfos(agents)
+        callers = CallerCheck(
+            name=options.name,
+            namespace=options.namespace,
+            security=lambda: wanted_engines.intent.security if wanted_engines.intent is not None else None,
+            credentials=credentials,
+            in_cluster=kube is not None,
+            pods=pods,
+        )
         parts = Parts(
-            name=options.name, namespace=options.namespace, public_url=options.public_url, driver=driver,
-            agents=agents, wanted_engines=wanted_engines, workers=workers, infos=infos, metrics=metrics,
+            name=options.name, namespace=options.namespace, public_url=options.public_url,
+            generate_url=options.generate_url or options.public_url, driver=driver, agents=agents,
+            wanted_engines=wanted_engines, workers=workers, infos=infos, metrics=metrics, callers=callers,
         )  # fmt: skip
         await agents.start()
         stack.push_async_callback(agents.close)
-        runner = web.AppRunner(
-            make_app(parts, [*info_routes, *control_routes]),
-            access_log=None,
-            handler_cancellation=True,
-            shutdown_timeout=SHUTDOWN_GRACE_SECONDS,
-        )
-        await runner.setup()
-        stack.push_async_callback(runner.cleanup)
-        await web.TCPSite(runner, options.host, options.port).start()
-        log.info("coordinator of %s/%s listens on %s:%d", options.namespace, options.name, options.host, options.port)
-        await _run_until_signal(driver, workers, infos)
+        await _listen(stack, make_app(parts, [*info_routes, *control_routes]), options.listen)
+        log.info("coordinator of %s/%s listens on %s", options.namespace, options.name, options.listen)
+        loops = {
+            "driver": driver.run(),
+            "smg workers": workers.run(),
+            "engine infos": infos.run(lambda: driver.machine),
+        }
+        if kube is not None:
+            loops["callers"] = follow_callers(kube, pods, callers.security, driver.note_caller_rights)
+        await _run_until_signal(loops)
+
+
+async def _listen(stack: contextlib.AsyncExitStack, app: web.Application, endpoint: Endpoint) -> None:
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_GRACE_SECONDS)
+    await runner.setup()
+    stack.push_async_callback(runner.cleanup)
+    await listen(runner, endpoint)
 
 
 def _lease(kube: Kube, options: Options) -> Lease:
@@ -142,17 +165,13 @@ def _open_files(options: Options) -> tuple[IntentSource, RecordStore, Leadership
     return FileIntent(options.intent_file), FileRecord(options.record_file), FileLeadership(options.record_file)
 
 
-async def _run_until_signal(driver: Driver, workers: SmgWorkers, infos: EngineInfos) -> None:
-    """Run the loops until a signal, or until the first loop fails."""
+async def _run_until_signal(coroutines: Mapping[str, Coroutine[Any, Any, None]]) -> None:
+    """Run the loops, by name, until a signal, or until the first loop fails."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    loops = {
-        asyncio.create_task(driver.run(), name="driver"),
-        asyncio.create_task(workers.run(), name="smg workers"),
-        asyncio.create_task(infos.run(lambda: driver.machine), name="engine infos"),
-    }
+    loops = {asyncio.create_task(coroutine, name=name) for name, coroutine in coroutines.items()}
     waiter = asyncio.create_task(stop.wait(), name="signal")
     try:
         done, _ = await asyncio.wait({*loops, waiter}, return_when=asyncio.FIRST_COMPLETED)
@@ -167,7 +186,13 @@ async def _run_until_signal(driver: Driver, workers: SmgWorkers, infos: EngineIn
 @click.command(name="coordinator")
 @click.option("--name", required=True, help="Name of the rollout.")
 @click.option("--namespace", default="default", show_default=True, help="Namespace of the rollout.")
-@click.option("--listen", default="127.0.0.1:30020", show_default=True, help="HOST:PORT to listen on.")
+@click.option(
+    "--listen",
+    type=ENDPOINT,
+    default=f"127.0.0.1:{COORDINATOR_PORT}",
+    show_default=True,
+    help="Address to listen on. The coordinator believes what the front says about callers, so no other process may reach it.",
+)
 @click.option("--smg-url", default="http://127.0.0.1:30010", show_default=True, help="Base URL of smg.")
 @click.option("--policy", type=click.Choice(list(POLICIES)), default="CacheAware", show_default=True, help="How smg chooses an engine.")
 @click.option(
@@ -181,13 +206,10 @@ async def _run_until_signal(driver: Driver, workers: SmgWorkers, infos: EngineIn
 @click.option("--intent-file", type=click.Path(path_type=Path), help="Intent as JSON; read again when it changes.")
 @click.option("--record-file", type=click.Path(path_type=Path), help="File in which the record is stored.")
 @logging_options
-def command(listen: str, log_level: str, log_format: str, **given: Any) -> None:
+def command(log_level: str, log_format: str, **given: Any) -> None:
     """Run the coordinator: SGLang's control API for all engines of a fleet."""
     configure_logging(log_level, log_format)
-    host, _, port = listen.rpartition(":")
-    if not host or not port.isdigit():
-        raise click.UsageError(f"--listen {listen} is not HOST:PORT")
-    options = Options(host=host.strip("[]"), port=int(port), **given)
+    options = Options(**given)
     if not options.kubernetes:
         _open_files(options)
     failed = False

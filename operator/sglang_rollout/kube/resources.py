@@ -53,6 +53,7 @@ ENDPOINTSLICES = Resource("discovery.k8s.io/v1", "endpointslices", "EndpointSlic
 LEASES = Resource("coordination.k8s.io/v1", "leases", "Lease")
 EVENTS = Resource("v1", "events", "Event")
 NODES = Resource("v1", "nodes", "Node")
+NAMESPACES = Resource("v1", "namespaces", "Namespace")
 POD_GROUPS = Resource("scheduling.x-k8s.io/v1alpha1", "podgroups", "PodGroup")
 
 _ALL = (
@@ -71,6 +72,7 @@ _ALL = (
     LEASES,
     EVENTS,
     NODES,
+    NAMESPACES,
     POD_GROUPS,
 )
 _BY_KIND = {(resource.api_version, resource.kind): resource for resource in _ALL}

@@ -6,7 +6,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Callable, Mapping
 
-from sglang_rollout.kube.client import Kube, WatchEvent
+from sglang_rollout.kube.client import Kube, Listing, WatchEvent
 from sglang_rollout.kube.errors import Expired, KubeError
 from sglang_rollout.kube.resources import Object, Resource, name_of
 
@@ -37,24 +37,43 @@ async def follow(
         labels: Labels that objects must have.
         on_error: Called with each failure.
     """
-    fields = {"metadata.name": name} if name is not None else None
     known: dict[str, Object] | None = None
+    async for change in follow_changes(kube, resource, namespace, name=name, labels=labels, on_error=on_error):
+        if isinstance(change, Listing):
+            fresh = {name_of(item): item for item in change.items}
+            if fresh != known:
+                known = fresh
+                yield dict(known)
+        elif known is not None and _update(known, change):
+            yield dict(known)
+
+
+async def follow_changes(
+    kube: Kube,
+    resource: Resource,
+    namespace: str | None,
+    *,
+    name: str | None = None,
+    labels: Mapping[str, str | None] | None = None,
+    on_error: Callable[[KubeError], None] | None = None,
+) -> AsyncIterator[Listing | WatchEvent]:
+    """Yield each list of the objects, and each event after it. Never ends. The arguments are those of :func:`follow`.
+
+    A list replaces all that is known. It comes first, and after every failure of the watch. ``namespace`` None: all namespaces.
+    """
+    fields = {"metadata.name": name} if name is not None else None
     delay = FIRST_DELAY_SECONDS
     while True:
         try:
             listing = await kube.list(resource, namespace, labels=labels, fields=fields)
-            fresh = {name_of(item): item for item in listing.items}
-            if fresh != known:
-                known = fresh
-                yield dict(known)
+            yield listing
             version = listing.resource_version
             # The server ends a watch every few minutes. The next watch starts at the newest version, without a list.
             while True:
                 async for event in kube.watch(resource, namespace, resource_version=version, labels=labels, fields=fields):
                     delay = FIRST_DELAY_SECONDS
                     version = event.object["metadata"]["resourceVersion"]
-                    if _update(known, event):
-                        yield dict(known)
+                    yield event
                 # A server that shuts down ends each watch immediately, which must not become a busy loop.
                 await asyncio.sleep(FIRST_DELAY_SECONDS)
         except KubeError as error:

@@ -202,6 +202,7 @@ def gate(
 @_address("--smg-metrics", f"127.0.0.1:{ports.SMG_METRICS_PORT}", "The SGLang router's metrics.")
 @_runtime_dir("the system's folder for temporary files")
 @_maxconn(FRONT_CONNECTIONS)
+@click.option("--check-data-callers", is_flag=True, help="Send requests for tokens to the batch server, which checks their callers.")
 @click.option("--threads", type=click.IntRange(1, 64), default=2, show_default=True, help="Threads of haproxy.")
 @_print
 def front(
@@ -216,6 +217,7 @@ def front(
     smg_metrics: Address,
     runtime_dir: Path | None,
     maxconn: int,
+    check_data_callers: bool,
     threads: int,
     only_print: bool,
 ) -> None:

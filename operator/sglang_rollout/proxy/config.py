@@ -24,6 +24,7 @@ from sglang_rollout.proxy.gate_map import (
 from sglang_rollout.sglang.api import DATA_PATHS, DIRECT_PATHS, GENERATING_PATHS, MODELS
 from sglang_rollout.sglang.smg_limits import GENERATE_PATTERN, OPENAI_PATTERN
 from sglang_rollout.wire import ports
+from sglang_rollout.wire.access import CALLER_HEADER
 from sglang_rollout.wire.ports import AGENT_GATE, BROKEN_HEADER, FLEET_HELD, VERSION_HEADER
 
 GATE_CONNECTIONS = 4096
@@ -155,6 +156,8 @@ class FrontParams:
     probes: Address | None = None
     """Address at which the kubelet's probes are answered; None: nowhere."""
     smg_metrics: Address = _SMG_METRICS
+    checks_data_callers: bool = False
+    """True if all data requests go to the batch server, because not everyone may send them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +245,9 @@ def front_config(params: FrontParams) -> str:
         batches=params.batches,
         batch_paths=" ".join(_BATCH_PATHS),
         direct_paths=" ".join(DIRECT_PATHS),
-        batch_limit=max(8, params.maxconn // 16),
+        batch_limit=max(8, params.maxconn // (2 if params.checks_data_callers else 16)),
+        checks_data_callers=params.checks_data_callers,
+        caller_header=CALLER_HEADER,
         window=_BODY_WINDOW,
         session_window=_SESSION_WINDOW,
         many=_regex(_MANY),

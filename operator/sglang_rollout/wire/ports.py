@@ -88,6 +88,7 @@ FLEET_ENGINES = "/fleet/engines"  # POST {FLEET_ENGINES}/{engine}/{call}: a trai
 FLEET_LEASE = "/fleet/lease"  # POST: the trainer's heartbeat
 FLEET_HELD = "/fleet/held"  # GET 200: an interruption keeps all engines from serving, so the front sends data requests to the batch server
 FLEET_SERVING = "/fleet/serving"  # GET Serving: what the batch server needs to know of the fleet
+FLEET_CALLER = "/fleet/caller"  # GET ?path=: 204, or the refusal of a data request, whose caller the batch server names
 FLEET_METRICS = "/fleet/metrics"  # GET Prometheus text
 
 # Paths of the batch server beside SGLang's data paths.

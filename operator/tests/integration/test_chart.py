@@ -76,8 +76,19 @@ def test_the_namespace_scope_has_no_cluster_rights(api: ControlPlane) -> None:
 
 
 def test_the_cluster_scope_may_list_nodes(api: ControlPlane) -> None:
-    role = next(made for made in rendered(api) if made["kind"] == "ClusterRole" and not made["metadata"]["name"].endswith(("edit", "view")))
+    role = next(
+        made
+        for made in rendered(api)
+        if made["kind"] == "ClusterRole" and not made["metadata"]["name"].endswith(("edit", "view", "callers"))
+    )
     assert {"apiGroups": [""], "resources": ["nodes"], "verbs": ["list"]} in role["rules"]
+
+
+def test_no_account_has_the_rights_for_callers_of_other_namespaces_by_default(api: ControlPlane) -> None:
+    objects = rendered(api)
+    (role,) = (made for made in objects if made["kind"] == "ClusterRole" and made["metadata"]["name"].endswith("callers"))
+    assert role["rules"] == [{"apiGroups": [""], "resources": ["pods", "namespaces"], "verbs": ["list", "watch"]}]
+    assert not [made for made in objects if made.get("roleRef", {}).get("name") == role["metadata"]["name"]]
 
 
 def test_operator_can_run_on_tainted_nodes_with_a_private_registry(api: ControlPlane) -> None:

@@ -21,8 +21,9 @@ from sglang_rollout.controller.decide.plan import Apply, make_plan
 from sglang_rollout.controller.decide.status import build_status
 from sglang_rollout.controller.decide.view import FleetView, build_fleet_view
 from sglang_rollout.controller.render.common import Settings
-from sglang_rollout.controller.render.fleet_objects import with_token
 from sglang_rollout.controller.render.names import CHILD_KINDS, FIELD_MANAGER, LABEL_ROLLOUT
+from sglang_rollout.wire.record import MAX_RECENT_UPDATES
+from tests.support.allowed import ANYTHING
 from tests.support.paths import GOLDEN_INPUTS, REPOSITORY
 
 pytestmark = pytest.mark.controlplane
@@ -109,7 +110,7 @@ def _shown() -> Iterator[tuple[Block, dict[str, Any]]]:
 
 def test_every_object_of_the_documentation_is_accepted(api: ControlPlane) -> None:
     shown = list(_shown())
-    assert {document["kind"] for _, document in shown} == {"SGLangRollout", "ResourceClaim", "NetworkPolicy"}
+    assert {document["kind"] for _, document in shown} == {"SGLangRollout", "ResourceClaim", "Pod", "NetworkPolicy"}
     for block, document in shown:
         done = api.kubectl("apply", "--dry-run=server", "-f", "-", stdin=yaml.safe_dump(document), check=False)
         assert done.returncode == 0, f"{block}: {done.stderr}"
@@ -126,7 +127,7 @@ def test_rendered_objects_are_accepted_and_a_second_pass_changes_nothing(api: Co
     """The second pass sees the objects with the defaults of the API server."""
     namespace = f"crd-{path.stem}"
     _applied(api, namespace, "demo", path)
-    after = make_plan(_observe(api, namespace, "demo"), SETTINGS)
+    after = make_plan(_observe(api, namespace, "demo"), SETTINGS, allowed=ANYTHING)
 
     assert [(a.object["kind"], a.object["metadata"]["name"], a.reason) for a in after.actions if isinstance(a, Apply)] == []
     assert after.actions == ()
@@ -136,7 +137,7 @@ def test_rendered_objects_are_accepted_and_a_second_pass_changes_nothing(api: Co
 def test_status_is_stored_completely_and_printed(api: ControlPlane) -> None:
     name, namespace = "shown", "crd-status"
     cr = _applied(api, namespace, name, REPOSITORY / "examples/rollout-cpu.yaml")
-    record = {
+    record: dict[str, Any] = {
         "term": 3,
         "epoch": 5,
         "committed": {"run": 1, "step": 4, "label": "step-4"},
@@ -155,8 +156,13 @@ def test_status_is_stored_completely_and_printed(api: ControlPlane) -> None:
             "finished": "2026-11-21T03:00:00Z",
             "phases_ms": {"total": 120},
             "engines": [f"{name}-engine-0"],
+            "author": "ml/Job/train",
+            "bytes": 2**53,
         },
+        "author": "ml/Job/train",
     }
+    failed = {**record["last_update"], "outcome": "Failed", "reason": "EngineFailed", "message": "€" * 4000, "author": "a" * 2000}
+    record["earlier_updates"] = [failed] * (MAX_RECENT_UPDATES - 1)
     # Controllers make the pods meanwhile; a status from before them is another one.
     wait_until(
         lambda: len(_observe(api, namespace, name).pods) == 3,
@@ -165,7 +171,7 @@ def test_status_is_stored_completely_and_printed(api: ControlPlane) -> None:
         every=0.5,
     )
     patch = json.dumps({"data": {"weights.json": json.dumps(record)}})
-    api.kubectl("patch", "configmap", f"{name}-weights", "-n", namespace, "--type=merge", "-p", patch)
+    api.kubectl("patch", "configmap", f"{name}-weights", "-n", namespace, "--type=merge", "--patch-file=/dev/stdin", stdin=patch)
 
     status = build_status(_observe(api, namespace, name), "2026-11-21T03:00:00Z")
     body = {"apiVersion": cr["apiVersion"], "kind": cr["kind"], "metadata": cr["metadata"], "status": status}
@@ -174,7 +180,7 @@ def test_status_is_stored_completely_and_printed(api: ControlPlane) -> None:
     world = _observe(api, namespace, name)
     assert world.cr["status"] == status, "the API server changed or dropped something: the status would be written in every reconcile"
     assert build_status(world, "2026-11-22T00:00:00Z") == status
-    assert make_plan(world, SETTINGS).actions == (), "the record of the coordinator must not look like drift"
+    assert make_plan(world, SETTINGS, allowed=ANYTHING).actions == (), "the record of the coordinator must not look like drift"
     columns = api.kubectl("get", "sglr", name, "-n", namespace, "-o", "wide").stdout
     assert "step-4" in columns
     assert "0/2" in columns
@@ -187,7 +193,7 @@ def test_status_is_stored_completely_and_printed(api: ControlPlane) -> None:
 def test_the_mode_of_a_rollout_cannot_change(api: ControlPlane) -> None:
     _applied(api, "crd-mode", "demo", GOLDEN_INPUTS / "colocated.yaml")
     patch = '{"spec": {"mode": "Standalone", "sharing": null}}'
-    done = api.kubectl("patch", "sglr", "demo", "-n", "crd-mode", "--type=merge", "-p", patch, check=False)
+    done = api.kubectl("patch", "sglr", "demo", "-n", "crd-mode", "--type=merge", "--patch-file=/dev/stdin", stdin=patch, check=False)
     assert done.returncode != 0
     assert "mode cannot change" in done.stderr
     api.kubectl("delete", "namespace", "crd-mode", "--wait=false")
@@ -197,7 +203,7 @@ def test_changed_or_deleted_child_is_seen(api: ControlPlane) -> None:
     name, namespace = "drift", "crd-drift"
     _applied(api, namespace, name, REPOSITORY / "examples/rollout-cpu.yaml")
     known = _ownership(_observe(api, namespace, name))
-    assert make_plan(replace(_observe(api, namespace, name), ownership=known), SETTINGS).actions == ()
+    assert make_plan(replace(_observe(api, namespace, name), ownership=known), SETTINGS, allowed=ANYTHING).actions == ()
     api.kubectl("delete", "service", f"{name}-router", "-n", namespace)
     api.kubectl("patch", "service", f"{name}-engines", "-n", namespace, "-p", '{"spec": {"selector": {"more": "than-ours"}}}')
     api.kubectl("scale", "statefulset", f"{name}-engine-1", "-n", namespace, "--replicas=0")
@@ -205,7 +211,7 @@ def test_changed_or_deleted_child_is_seen(api: ControlPlane) -> None:
     api.kubectl("patch", "role", f"{name}-router", "-n", namespace, "--type=json", "-p", '[{"op": "remove", "path": "/rules/0"}]')
 
     changed = replace(_observe(api, namespace, name), ownership=known)
-    actions = make_plan(changed, SETTINGS).actions
+    actions = make_plan(changed, SETTINGS, allowed=ANYTHING).actions
 
     assert {(a.object["kind"], a.object["metadata"]["name"], a.reason) for a in actions if isinstance(a, Apply)} == {
         ("Role", f"{name}-router", "another client changed it"),
@@ -216,7 +222,7 @@ def test_changed_or_deleted_child_is_seen(api: ControlPlane) -> None:
     }
     _execute(api, changed)
     healed = _observe(api, namespace, name)
-    assert make_plan(replace(healed, ownership=_ownership(healed)), SETTINGS).actions == ()
+    assert make_plan(replace(healed, ownership=_ownership(healed)), SETTINGS, allowed=ANYTHING).actions == ()
     assert _ownership(healed).items() >= {uid: fields for uid, fields in known.items() if uid in _ownership(healed)}.items()
     assert "more" not in api.get("service", f"{name}-engines", "-n", namespace)["spec"]["selector"], "it selects nothing"
 
@@ -228,7 +234,7 @@ def test_an_apply_without_a_difference_is_not_stored(api: ControlPlane) -> None:
     # Controllers write the status of their objects meanwhile; the operator's fields must stay as they are.
     before = _observe(api, namespace, name)
     first_look = replace(before, ownership={})
-    reasons = {action.reason for action in make_plan(first_look, SETTINGS).actions if isinstance(action, Apply)}
+    reasons = {action.reason for action in make_plan(first_look, SETTINGS, allowed=ANYTHING).actions if isinstance(action, Apply)}
     assert reasons == {"first apply of this operator process"}
     _execute(api, first_look)
     after = _observe(api, namespace, name)
@@ -268,9 +274,9 @@ def _observe(api: ControlPlane, namespace: str, name: str) -> FleetView:
 
 def _execute(api: ControlPlane, world: FleetView) -> None:
     objects = []
-    for action in make_plan(world, SETTINGS).actions:
+    for action in make_plan(world, SETTINGS, allowed=ANYTHING, new_key="t0ken").actions:
         assert isinstance(action, Apply)
-        objects.append(with_token(action.object, "t0ken") if action.needs_token else action.object)
+        objects.append(action.object)
     manager = f"--field-manager={FIELD_MANAGER}"
     text = "\n---\n".join(json.dumps(made) for made in objects)
     api.kubectl("apply", "--server-side", "--force-conflicts", manager, "-f", "-", stdin=text)

@@ -50,7 +50,7 @@ def _account(rollout: SGLangRollout, name: str, component: str, annotations: dic
 
 
 def _router_role(rollout: SGLangRollout) -> Object:
-    """Return the rights of the coordinator: its intent, its record, its Lease, and the addresses of engine pods."""
+    """Return the rights of the coordinator: its intent, its record, its Lease, the addresses of engine pods, and the pods that call."""
     name = names.router_name(rollout.name)
     role = child(rollout, f"{_RBAC}/v1", "Role", name, names.COMPONENT_ROUTER)
     role["rules"] = [
@@ -60,6 +60,8 @@ def _router_role(rollout: SGLangRollout) -> Object:
         _rule("coordination.k8s.io", "leases", ("create",)),
         _rule("coordination.k8s.io", "leases", ("get", "patch", "update"), name),
         _rule("discovery.k8s.io", "endpointslices", _READ),
+        # Callers are identified by their pods.
+        _rule("", "pods", ("list", "watch")),
     ]
     return role
 
@@ -115,6 +117,7 @@ def intent(rollout: SGLangRollout, gates: Mapping[str, int]) -> Object:
         engines=[_wanted_engine(rollout, index, gates) for index in range(spec.engines)],
         base=spec.base if spec.elastic else None,
         weights=spec.weights,
+        security=spec.security,
         state=_STATES[spec.state],
         drain=spec.sleep.drain_seconds,
         adapters=_adapters(rollout),

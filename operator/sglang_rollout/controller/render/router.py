@@ -106,6 +106,7 @@ def _front(rollout: SGLangRollout, settings: Settings) -> Object:
             *("--probes-listen", f"[::]:{PROBES_PORT}"),
             *("--smg-metrics", f"127.0.0.1:{SMG_METRICS_PORT}"),
             *limits_options(rollout.spec.engine.limits),
+            *_data_callers(rollout),
         ],
         ports=common.container_ports(http=FRONT_PORT, metrics=METRICS_PORT, probes=PROBES_PORT),
         startupProbe=http_probe(FRONT_HEALTH, PROBES_PORT, periodSeconds=1, timeoutSeconds=3, failureThreshold=60),
@@ -141,7 +142,7 @@ def _smg(rollout: SGLangRollout, settings: Settings) -> Object:
 
 
 def _coordinator(rollout: SGLangRollout, settings: Settings) -> Object:
-    """Return the container of the coordinator. Probes go through the front, because it listens on 127.0.0.1."""
+    """Return the container of the coordinator. Probes go through the front, which alone reaches its socket."""
     return common.own_container(
         "coordinator",
         settings.coordinator_image,
@@ -166,7 +167,7 @@ def _coordinator(rollout: SGLangRollout, settings: Settings) -> Object:
 
 
 def _batches(rollout: SGLangRollout, settings: Settings) -> Object:
-    """Return the container of the batch server, without probes: control calls and requests with one prompt do not need it.
+    """Return the container of the batch server. Its probe goes through the front, because it listens on 127.0.0.1.
 
     It has no credentials. A container of its own keeps a batch that takes all memory from ending the coordinator. It has no readiness
     probe, because requests with one prompt do not need it. Parsing large bodies may delay the answer to a liveness probe.
@@ -182,11 +183,17 @@ def _batches(rollout: SGLangRollout, settings: Settings) -> Object:
             *("--smg-url", f"http://127.0.0.1:{SMG_PORT}"),
             *("--coordinator-url", f"http://127.0.0.1:{COORDINATOR_PORT}"),
             *limits_options(rollout.spec.engine.limits),
+            *_data_callers(rollout),
         ],
         env=[common.HOME_ENV, {"name": MEMORY_VARIABLE, "valueFrom": {"resourceFieldRef": {"resource": "limits.memory"}}}],
         livenessProbe=http_probe(BATCHES_HEALTH, PROBES_PORT, periodSeconds=10, timeoutSeconds=5, failureThreshold=12),
         resources=own_resources("batches", rollout.spec.router.batches_resources),
     )
+
+
+def _data_callers(rollout: SGLangRollout) -> tuple[str, ...]:
+    """Return the argument of front and batch server for a fleet with restricted data paths."""
+    return () if rollout.spec.security.generate is GenerateAccess.OPEN else ("--check-data-callers",)
 
 
 def _account_volume() -> Object:

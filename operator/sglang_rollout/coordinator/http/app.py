@@ -1,4 +1,4 @@
-"""HTTP application of the coordinator: objects that the routes share, limits and errors."""
+"""HTTP application of the coordinator: objects that the routes share, callers, limits and errors."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from aiohttp import web
 from prometheus_client.aiohttp import make_aiohttp_handler
 
 from sglang_rollout.coordinator.agents import Agents
+from sglang_rollout.coordinator.callers.check import CallerCheck
+from sglang_rollout.coordinator.callers.pods import Caller
 from sglang_rollout.coordinator.driver import Driver
 from sglang_rollout.coordinator.engine_infos import EngineInfos
 from sglang_rollout.coordinator.metrics import Metrics
@@ -19,7 +21,8 @@ from sglang_rollout.coordinator.update.machine import Machine
 from sglang_rollout.coordinator.wanted_engines import WantedEngines
 from sglang_rollout.sglang.api import DATA_PATHS, ControlCall
 from sglang_rollout.sglang.refused_paths import find_refusal
-from sglang_rollout.wire.ports import FLEET_METRICS
+from sglang_rollout.wire.access import POD_PATHS
+from sglang_rollout.wire.ports import FLEET_METRICS, VERSION_HEADER
 from sglang_rollout.wire.reasons import GateReason, Refusal, RefusalCode, RefusedError, reason_phrase
 from sglang_rollout.wire.trainer import ControlReply
 
@@ -41,6 +44,7 @@ class Parts:
     workers: SmgWorkers
     infos: EngineInfos
     metrics: Metrics
+    callers: CallerCheck
 
     @property
     def machine(self) -> Machine:
@@ -52,6 +56,8 @@ class Parts:
 
 
 PARTS = web.AppKey("parts", Parts)
+CALLER = web.RequestKey("caller", Caller)
+"""Who sends a request."""
 
 
 def refuse(status: int, message: str, fleet: dict[str, object] | None = None) -> web.Response:
@@ -71,6 +77,37 @@ MAX_BODY_BYTES = 8 * 2**20
 
 BODY_SECONDS = 60.0
 """Longest time in which a whole body arrives."""
+
+
+@web.middleware
+async def check_caller(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Refuse a caller before its body is read, without a call to another process."""
+    verdict = await request.app[PARTS].callers.check(request.path, request.headers, request.remote)
+    if isinstance(verdict, Refusal):
+        answer: web.StreamResponse = _refuse_caller(request, verdict)
+    else:
+        request[CALLER] = verdict
+        answer = await handler(request)
+    return answer
+
+
+def _refuse_caller(request: web.Request, refusal: Refusal) -> web.Response:
+    """Return the refusal of a control call."""
+    message = f"{request.path}: {refusal.message}"
+    body = ControlReply(success=False, message=message, code=refusal.code).model_dump(mode="json", exclude_none=True)
+    response = refusal_response(refusal, message, body)
+    response.force_close()  # the body is not read
+    return response
+
+
+def refusal_response(refusal: Refusal, message: str, body: dict[str, object]) -> web.Response:
+    """Return a refusal of a caller with the headers that belong to its code."""
+    headers = {}
+    if refusal.code is RefusalCode.UNAUTHENTICATED:
+        headers["WWW-Authenticate"] = "Bearer"
+    if refusal.code is RefusalCode.UNAVAILABLE:
+        headers["Retry-After"] = "1"
+    return web.json_response(body, status=refusal.status, reason=reason_phrase(message), headers=headers)
 
 
 @web.middleware
@@ -150,7 +187,7 @@ def _unknown_path(request: web.Request) -> str:
 
 def make_app(parts: Parts, routes: Iterable[web.RouteDef]) -> web.Application:
     """Return the application with these routes and the metrics."""
-    app = web.Application(middlewares=[handle_errors], client_max_size=MAX_BODY_BYTES)
+    app = web.Application(middlewares=[check_caller, handle_errors], client_max_size=MAX_BODY_BYTES)
     app[PARTS] = parts
     app.router.add_get(FLEET_METRICS, make_aiohttp_handler(parts.metrics.registry))
     app.add_routes(routes)

@@ -8,6 +8,7 @@ from typing import Any
 
 from aiohttp import web
 
+from sglang_rollout.coordinator.callers.check import caller_address
 from sglang_rollout.coordinator.http import dialects
 from sglang_rollout.coordinator.http.app import CALLER, PARTS, fail, refuse
 from sglang_rollout.coordinator.update.control_calls import AT_ENGINES

@@ -9,14 +9,24 @@ from typing import Any
 
 from aiohttp import web
 
-from sglang_rollout.coordinator.http.app import PARTS, Parts, refuse
+from sglang_rollout.coordinator.callers.pods import normalize_address
+from sglang_rollout.coordinator.http.app import PARTS, Parts, refusal_response, refuse
 from sglang_rollout.coordinator.http.dialects import parse, weights_by_name
 from sglang_rollout.coordinator.update import adapters as lora
 from sglang_rollout.coordinator.update.membership import why_incomplete
 from sglang_rollout.sglang.api import MODEL_INFO, MODELS, SERVER_INFO
 from sglang_rollout.wire.agent import CheckpointRequest
-from sglang_rollout.wire.ports import AGENT_CHECKPOINT, FLEET, FLEET_HEALTH, FLEET_HELD, FLEET_SERVING, FLEET_TENSORS, VERSION_HEADER
-from sglang_rollout.wire.reasons import RefusedError, reason_phrase
+from sglang_rollout.wire.ports import (
+    AGENT_CHECKPOINT,
+    FLEET,
+    FLEET_CALLER,
+    FLEET_HEALTH,
+    FLEET_HELD,
+    FLEET_SERVING,
+    FLEET_TENSORS,
+    VERSION_HEADER,
+)
+from sglang_rollout.wire.reasons import Refusal, RefusedError, reason_phrase
 from sglang_rollout.wire.serving import Serving
 from sglang_rollout.wire.states import Version
 from sglang_rollout.wire.trainer import FleetDocument, FleetMember, ModelTensors
@@ -125,6 +135,18 @@ async def get_serving(request: web.Request) -> web.Response:
         held=fleet.why_not_generating, engines=tuple(url for url in urls if url is not None), adapters=tuple(lora.wanted_adapters(fleet))
     )
     return web.json_response(found.model_dump(mode="json"))
+
+
+async def check_data_caller(request: web.Request) -> web.Response:
+    """Return 204 if the caller that the batch server names may send data requests, or else the refusal in the shape of data errors."""
+    if CALLER_HEADER in request.headers:
+        return refuse(404, f"{request.path}: only the batch server asks here.")
+    address = normalize_address(request.headers.get(RELAYED_CALLER_HEADER, ""))
+    verdict = await request.app[PARTS].callers.check_kind(PathKind.DATA, address, request.headers.get("Authorization"))
+    if not isinstance(verdict, Refusal):
+        return web.Response(status=204)
+    message = f"{request.query.get('path', '')}: {verdict.message}"
+    return refusal_response(verdict, message, {"error": {"code": verdict.code, "type": "invalid_request_error", "message": message}})
 
 
 async def get_document(request: web.Request) -> web.Response:
@@ -293,6 +315,7 @@ routes = [
     web.get(FLEET_HEALTH, fleet_health),
     web.get(FLEET_HELD, get_held),
     web.get(FLEET_SERVING, get_serving),
+    web.get(FLEET_CALLER, check_data_caller),
     web.get(FLEET, get_document),
     web.get(FLEET_TENSORS, get_tensors),
     web.get("/health", health),

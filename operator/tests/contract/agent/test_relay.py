@@ -39,6 +39,10 @@ class Coordinator:
     """Method, path with query, body and type."""
     pages: list[tuple[str | None, str | None]] = field(default_factory=list)
     """Headers of browsers: origin and site."""
+    callers: list[str] = field(default_factory=list)
+    """Addresses that the agent names as those of the trainer."""
+    tokens: list[str | None] = field(default_factory=list)
+    """Authorization of the trainer."""
     silent: bool = False
     breaks: bool = False
     left: bool = False

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import aiohttp
@@ -89,6 +91,11 @@ class Part:
             return web.Response(status=200 if self.workers else 503)
         if request.path == FLEET_HELD:
             return web.Response(status=200 if self.held else 404)
+        if self.refuses:
+            return web.json_response({"error": {"code": "forbidden"}}, status=403)
+        self.received = {name.lower(): ",".join(request.headers.getall(name)) for name in request.headers}
+        await request.read()
+        await asyncio.sleep(self.seconds)
         if request.path == "/generate":
             self.attempts += 1
             if self.broken:
@@ -107,6 +114,8 @@ class Front:
     batches: Part
     http: aiohttp.ClientSession
     process: Process
+    generate: str
+    """URL of the port for data paths."""
 
     async def ask(self, path: str, body: str = "{}") -> tuple[int, dict[str, object], str]:
         async with self.http.post(self.url + path, data=body, timeout=aiohttp.ClientTimeout(total=30)) as reply:
@@ -128,7 +137,7 @@ async def front(tmp_path: Path) -> AsyncIterator[Front]:
     await process.start()
     try:
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as http:
-            made = Front(f"http://127.0.0.1:{port}", smg, coordinator, batches, http, process)
+            made = Front(f"http://127.0.0.1:{port}", smg, coordinator, batches, http, process, f"http://127.0.0.1:{generate}")
             await until(lambda: _answers(made), 60, "the front answers")
             yield made
     finally:
@@ -151,6 +160,37 @@ CONTROL_PATHS = [
 ]
 
 
+async def test_a_front_that_checks_callers_sends_all_data_requests_to_the_batch_server(tmp_path: Path) -> None:
+    smg, coordinator, batches = parts = [Part(name, free_port()) for name in ("smg", "coordinator", "batches")]
+    for part in parts:
+        await part.start()
+    port = free_port()
+    line = ["proxy", "front", "--listen", f"127.0.0.1:{port}", "--check-data-callers", "--runtime-dir", str(tmp_path)]
+    for part in parts:
+        line += [f"--{part.name}", f"127.0.0.1:{part.port}"]
+    process = Process(line, tmp_path / "front.log")
+    await process.start()
+    try:
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as http:
+            made = Front(f"http://127.0.0.1:{port}", smg, coordinator, batches, http, process, "")
+            await until(lambda: _answers(made), 60, "the front answers")
+            for path in DATA_PATHS:
+                assert (await made.ask(path, '{"text": "a"}'))[1]["from"] == "batches"
+            assert (await made.ask("/pause_generation"))[1]["from"] == "coordinator"
+    finally:
+        await process.end()
+        for part in parts:
+            await part.stop()
+
+
+@pytest.mark.parametrize("path", ["/pause_generation", "/fleet", "/unknown"])
+async def test_the_coordinator_learns_the_address_of_the_caller_and_nothing_that_the_caller_says_of_it(front: Front, path: str) -> None:
+    sent = [(CALLER_HEADER, "10.0.0.1"), (CALLER_HEADER.lower(), "10.0.0.2")]
+    async with front.http.post(front.url + path, data="{}", headers=sent) as reply:
+        assert (await reply.json())["from"] == "coordinator"
+    assert front.coordinator.received[CALLER_HEADER.lower()] == "127.0.0.1"
+
+
 async def test_a_body_whose_length_is_above_the_limit_reaches_no_process(front: Front) -> None:
     for path in ("/generate", "/v1/chat/completions", DIRECT_PATHS[0]):
         reader, writer = await asyncio.open_connection("127.0.0.1", URL(front.url).port)
@@ -169,16 +209,19 @@ async def small_front(folder: Path) -> AsyncIterator[tuple[int, Callable[[str], 
     """Run a front with few connections. Yield its port and a call that sends a probe and returns status and process of the answer."""
     coordinator, batches, port, probes = Part("coordinator", free_port()), Part("batches", free_port()), free_port(), free_port()
     await coordinator.start()
+    await batches.start()
     line = ["proxy", "front", "--listen", f"127.0.0.1:{port}", "--probes-listen", f"127.0.0.1:{probes}", "--maxconn", str(CONNECTIONS)]
-    line += ["--smg", "127.0.0.1:9", "--coordinator", f"127.0.0.1:{coordinator.port}", "--runtime-dir", str(folder)]
+    line += ["--smg", "127.0.0.1:9", "--coordinator", f"127.0.0.1:{coordinator.port}"]
+    line += ["--batches", f"127.0.0.1:{batches.port}", "--runtime-dir", str(folder)]
     process = Process(line, folder / "front.log")
     await process.start()
     try:
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as http:
 
-            async def probe(path: str) -> int:
+            async def probe(path: str) -> tuple[int, str]:
                 async with http.get(f"http://127.0.0.1:{probes}{path}") as reply:
-                    return reply.status
+                    body = await reply.json() if reply.content_type == "application/json" else {}
+                    return reply.status, body.get("from", "")
 
             async def is_up() -> bool:
                 try:
@@ -191,6 +234,7 @@ async def small_front(folder: Path) -> AsyncIterator[tuple[int, Callable[[str], 
     finally:
         await process.end()
         await coordinator.stop()
+        await batches.stop()
 
 
 @asynccontextmanager
@@ -238,7 +282,7 @@ async def test_a_body_that_never_ends_reaches_no_process(tmp_path: Path) -> None
     coordinator, port = Part("coordinator", free_port()), free_port()
     await coordinator.start()
     unused = Address("127.0.0.1", 9)
-    params = FrontParams(Address("127.0.0.1", port), unused, Address("127.0.0.1", coordinator.port), unused)
+    params = FrontParams(Address("127.0.0.1", port), unused, Address("127.0.0.1", coordinator.port), unused, maxconn=64)
     (tmp_path / "front.cfg").write_text(front_config(params).replace("wait-for-body time 60s", "wait-for-body time 1s"))
     haproxy = await asyncio.create_subprocess_exec(find_haproxy() or "haproxy", "-db", "-f", str(tmp_path / "front.cfg"))
     try:

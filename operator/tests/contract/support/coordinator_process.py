@@ -187,6 +187,7 @@ class Lab:
     mode: FleetMode | None = None
     policy: dict[str, Any] = field(default_factory=dict)
     """Further fields of ``spec.weights``."""
+    security: Security = field(default_factory=Security)
     coordinator: asyncio.Task[None] | None = None
     batches: asyncio.Task[None] | None = None
     batches_port: int = field(default_factory=free_port)
@@ -211,7 +212,7 @@ class Lab:
         ]
         intent = Intent(
             generation=self.generation, name="demo", namespace="default", engines=engines,
-            weights=Weights(backend="gloo", deadlines=self.deadlines, **self.policy), mode=self.mode,
+            weights=Weights(backend="gloo", deadlines=self.deadlines, **self.policy), mode=self.mode, security=self.security,
         )  # fmt: skip
         (self.folder / "intent.json").write_text(intent.model_dump_json())
 

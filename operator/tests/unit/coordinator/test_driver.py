@@ -18,6 +18,7 @@ from sglang_rollout.coordinator.update import Machine
 from sglang_rollout.coordinator.update.events import Answered, Cut, Effect, Event, Result, Send, Tick
 from sglang_rollout.coordinator.update.phases import Phase
 from sglang_rollout.coordinator.update.requests import Continue
+from sglang_rollout.credentials import Credentials
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.record import Record
 from sglang_rollout.wire.states import FleetState, Version
@@ -42,7 +43,7 @@ class Scripted:
 
 async def test_a_call_that_is_cancelled_at_its_start_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the engines of a lost trainer would block the fleet until the deadline of the update."""
-    agents = Agents(address=lambda _: None, token=lambda: "t", term=lambda: 1)
+    agents = Agents(address=lambda _: None, credentials=Credentials("t").derive, term=lambda: 1)
 
     async def call(*_: object) -> Result:
         await asyncio.sleep(60)
@@ -74,7 +75,7 @@ async def test_the_last_record_is_written_before_another_coordinator_may_lead() 
         async def release(self) -> None:
             done.append("released")
 
-    agents = Agents(address=lambda _: None, token=lambda: "t", term=lambda: 1)
+    agents = Agents(address=lambda _: None, credentials=Credentials("t").derive, term=lambda: 1)
     parts: dict[str, Any] = {"wanted_engines": None, "store": Store(), "leadership": Lock()}
     driver = Driver(name="demo", agents=agents, metrics=Metrics(), **parts)
     task = asyncio.create_task(driver.run())
@@ -95,7 +96,7 @@ async def test_a_coordinator_raises_its_term_only_after_the_lease_has_it() -> No
             await is_announced.wait()
             announced.append(term)
 
-    agents = Agents(address=lambda _: None, token=lambda: "t", term=lambda: 1)
+    agents = Agents(address=lambda _: None, credentials=Credentials("t").derive, term=lambda: 1)
     parts: dict[str, Any] = {"wanted_engines": None, "store": None, "leadership": Lease()}
     driver = Driver(name="demo", agents=agents, metrics=Metrics(), **parts)
     driver._machine = machine = Machine(name="demo", term=1, record=None, at=0.0)
@@ -110,7 +111,7 @@ async def test_a_coordinator_raises_its_term_only_after_the_lease_has_it() -> No
 
 async def test_calls_to_agents_return_values_when_the_coordinator_ends() -> None:
     """aiohttp raises RuntimeError on a closed session, which must not end a fan-out."""
-    agents = Agents(address=lambda _: "http://127.0.0.1:9", token=lambda: "t", term=lambda: 1)
+    agents = Agents(address=lambda _: "http://127.0.0.1:9", credentials=Credentials("t").derive, term=lambda: 1)
     await agents.start()
     await agents.close()
     results = await agents.fan_out(Send(ControlCall.PAUSE.path, {"e0": {}, "e1": {}}, 5))
@@ -147,7 +148,7 @@ async def test_a_deposed_coordinator_calls_no_agent_and_leaves_no_error_behind()
         async def run(self) -> None:
             await asyncio.sleep(60)
 
-    agents = Agents(address=lambda _: "http://127.0.0.1:9", token=lambda: "t", term=lambda: 1)
+    agents = Agents(address=lambda _: "http://127.0.0.1:9", credentials=Credentials("t").derive, term=lambda: 1)
     parts: dict[str, Any] = {"wanted_engines": NoWantedEngines(), "store": Store(), "leadership": Lease()}
     driver = Driver(name="demo", agents=agents, metrics=Metrics(), **parts)
     with pytest.raises(ExceptionGroup) as ended:
