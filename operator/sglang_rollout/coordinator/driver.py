@@ -21,6 +21,7 @@ from sglang_rollout.coordinator.update.events import (
     Answered,
     Asked,
     Beat,
+    CallersForbidden,
     Cut,
     Event,
     Left,
@@ -166,6 +167,11 @@ class Driver:
     def note_heartbeat(self) -> None:
         """Record a heartbeat of the trainer."""
         self.feed(Beat(time.monotonic()))
+
+    def note_caller_rights(self, forbidden: bool) -> None:
+        """Record whether the coordinator lacks the right to watch callers of other namespaces."""
+        if self._machine is not None and self._machine.fleet.callers_forbidden != forbidden:
+            self.feed(CallersForbidden(forbidden, time.monotonic()))
 
     def feed(self, event: Event) -> None:
         """Give the state machine an event and start its effects. Ignore the event before the record is read and after the end."""

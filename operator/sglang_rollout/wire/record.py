@@ -168,6 +168,8 @@ class Record(Message):
     """Memory tags by engine, where the trainer released or restored memory at the engine's own URL."""
     engine_checksums: dict[str, EngineChecksums] = Field(default_factory=dict)
     """Checksums that each engine reported before its first release, in a fleet that receives no weights."""
+    callers_forbidden: bool = False
+    """True if the coordinator may not watch pods and namespaces of the cluster, although ``spec.security`` selects callers there."""
 
     def members(self, group: GroupRow) -> list[EngineRow]:
         """Return the engines of a process group of this record, in rank order."""

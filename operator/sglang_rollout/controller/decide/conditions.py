@@ -350,6 +350,18 @@ def _degraded(summary: FleetSummary) -> Finding:
     return Finding(kind, "False", Reason.AS_EXPECTED, "Nothing needs attention.")
 
 
+def _check_callers(summary: FleetSummary) -> tuple[Reason, str] | None:
+    record = summary.fleet.record
+    if record is None or not record.callers_forbidden:
+        return None
+    message = (
+        "spec.security selects callers of other namespaces, and the coordinator may not watch their pods, so that they are refused:"
+        f" bind the chart's ClusterRole for callers to ServiceAccount {names.router_name(summary.fleet.name)}, or select callers of this"
+        " namespace only."
+    )
+    return Reason.NOT_ALLOWED, message
+
+
 def _check_last_update(summary: FleetSummary) -> tuple[Reason, str] | None:
     last = summary.fleet.record.last_update if summary.fleet.record else None
     if last and last.outcome is UpdateOutcome.PARTIAL and summary.away:

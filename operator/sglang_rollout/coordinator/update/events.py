@@ -111,6 +111,14 @@ class Wanted:
 
 
 @dataclass(frozen=True)
+class CallersForbidden:
+    """The coordinator has lost or got the right to watch callers of other namespaces."""
+
+    forbidden: bool
+    at: float
+
+
+@dataclass(frozen=True)
 class Tick:
     """Time passes."""
 

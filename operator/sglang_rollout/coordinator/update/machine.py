@@ -21,6 +21,7 @@ from sglang_rollout.coordinator.update.events import (
     Answered,
     Asked,
     Beat,
+    CallersForbidden,
     Cut,
     Effect,
     Event,

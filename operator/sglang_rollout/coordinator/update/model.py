@@ -68,6 +68,8 @@ class Fleet:
     interruptions: Interruptions = field(default_factory=Interruptions)
     adapters: Adapters = field(default_factory=Adapters)
     transaction: Transaction = field(default_factory=Transaction)
+    callers_forbidden: bool = False
+    """True if the coordinator may not watch callers of other namespaces, which ``spec.security`` selects."""
     now: float = 0.0
     """Time of the newest event."""
     wall_offset: float = 0.0
@@ -266,4 +268,5 @@ class Fleet:
             released_to_trainer=list(interruptions.released_to_trainer) if self.mode is not None else None,
             released_at_engines={name: list(in_order(tags)) for name, tags in interruptions.at_engines.items() if name in self.engines},
             engine_checksums={name: noted for name, noted in weights.engine_checksums.items() if name in self.engines},
+            callers_forbidden=self.callers_forbidden,
         )
