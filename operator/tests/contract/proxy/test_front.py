@@ -191,6 +191,15 @@ async def test_the_coordinator_learns_the_address_of_the_caller_and_nothing_that
     assert front.coordinator.received[CALLER_HEADER.lower()] == "127.0.0.1"
 
 
+async def test_smg_gets_neither_token_nor_address_of_a_caller_and_the_batch_server_gets_both(front: Front) -> None:
+    token = {"Authorization": "Bearer secret"}
+    for url, prompt in itertools.product((front.url, front.generate), ('"a"', '["a"]')):
+        async with front.http.post(url + "/generate", data=f'{{"text": {prompt}}}', headers=token) as reply:
+            assert (await reply.json())["from"] == ("smg" if prompt == '"a"' else "batches")
+    assert not {"authorization", CALLER_HEADER.lower()} & front.smg.received.keys()
+    assert (front.batches.received["authorization"], front.batches.received[CALLER_HEADER.lower()]) == ("Bearer secret", "127.0.0.1")
+
+
 async def test_a_body_whose_length_is_above_the_limit_reaches_no_process(front: Front) -> None:
     for path in ("/generate", "/v1/chat/completions", DIRECT_PATHS[0]):
         reader, writer = await asyncio.open_connection("127.0.0.1", URL(front.url).port)

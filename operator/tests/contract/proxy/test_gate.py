@@ -43,6 +43,15 @@ async def test_an_encoded_path_reaches_neither_engine_nor_agent(pod: Pod, stub: 
     assert not stub.asked.is_set()
 
 
+async def test_an_engine_gets_neither_the_token_nor_the_address_of_a_caller(pod: Pod, stub: StubEngine) -> None:
+    await pod.open_with_base()
+    body = {"text": "a", "sampling_params": {"max_new_tokens": 1}}
+    secret = {"Authorization": "Bearer s3cret", CALLER_HEADER: "10.0.0.1", "X-Kept": "1"}
+    assert (await pod.ask("POST", "/generate", body, secret)).status == 200
+    assert "x-kept" in stub.headers
+    assert {"authorization", CALLER_HEADER.lower()}.isdisjoint(stub.headers)
+
+
 async def test_engine_that_does_not_generate_gets_no_request_for_tokens(stub: StubEngine, tmp_path: Path) -> None:
     stub.generates = False
     async with run_pod(tmp_path, stub.url) as pod:

@@ -34,6 +34,8 @@ class StubEngine:
     model_info_after: float = 0.0
     """Delay of /model_info in seconds."""
     running: int = 0
+    headers: list[str] = field(default_factory=list)
+    """Names of the headers of the last request for tokens, in lower case."""
     asked: asyncio.Event = field(default_factory=asyncio.Event)
     """Set by the first request for tokens."""
     hold_answers: asyncio.Event | None = None
@@ -95,6 +97,7 @@ class StubEngine:
         return web.json_response(info | {"admin_api_key": "hush", "launch_command": "--admin-api-key hush --port 1"})
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
+        self.headers = [name.lower() for name in request.headers]
         body = await request.json()
         if "logit_bias" in body["sampling_params"]:
             return web.json_response({"error": {"message": "logit_bias must has keys in [0, 2047], got -1."}}, status=400)
