@@ -135,6 +135,19 @@ class Clients(Callers):
     model_config = _names_something(("podSelector", "namespaceSelector", "serviceAccounts", "cidrs"), "clients")
 
 
+class Token(ApiModel):
+    """Tokens that identify callers: `Authorization: Bearer TOKEN`."""
+
+    model_config = with_rules(rule("has(self.secretName) || has(self.audience)", "security.token must have secretName, audience or both."))
+
+    secret_name: str | None = Field(default=None, min_length=1, max_length=253, pattern=f"^{_SUBDOMAIN}$")
+    """Secret of the rollout's namespace whose key `token` is accepted. A new value needs no restart. Default: only tokens of
+    ServiceAccounts are accepted."""
+    audience: str | None = Field(default=None, min_length=1, max_length=253, pattern=r"^[!-~]+$")
+    """Audience of the tokens of ServiceAccounts, which the kubelet mounts (`projected` volumes). Never set it to an audience of the API
+    server. Default: `rollout.sglang.io/NAMESPACE/NAME`."""
+
+
 class Security(ApiModel):
     """Callers of the fleet's URL, and its encryption."""
 
@@ -168,9 +181,17 @@ class Security(ApiModel):
     """Callers of control paths. Default: all pods of the rollout's namespace that belong to no rollout."""
     clients: Clients | None = None
     """Callers of data paths, beside the trainers. Default: all pods of the rollout's namespace that belong to no rollout."""
+    token: Token | None = None
+    """Tokens that identify callers: `Authorization: Bearer TOKEN`. A token of a ServiceAccount is accepted if `trainers` or `clients`
+    selects the pod that it is bound to. NetworkPolicies know no tokens: callers outside of the namespace must also be in `cidrs` or
+    `namespaceSelector` of `trainers`, or come through `proxies`. Default: no Secret, and the default audience."""
     @property
     def trainers_may_generate(self) -> bool:
         """True if trainers may call data paths. The default trainers may not if control paths are not for them."""
         return self.trainers is not None or self.control is ControlAccess.TRAINERS
 
 
+def token_audience(security: Security, namespace: str, name: str) -> str:
+    """Return the audience of tokens of ServiceAccounts for a rollout."""
+    given = security.token.audience if security.token is not None else None
+    return given or f"rollout.sglang.io/{namespace}/{name}"

@@ -20,7 +20,9 @@ from aiohttp import web
 
 from sglang_rollout.coordinator.agents import Agents
 from sglang_rollout.coordinator.callers.check import CallerCheck
+from sglang_rollout.coordinator.callers.keys import SigningKeys, load_keys
 from sglang_rollout.coordinator.callers.pods import PodTable
+from sglang_rollout.coordinator.callers.tokens import TokenFile
 from sglang_rollout.coordinator.callers.watch import follow_callers
 from sglang_rollout.coordinator.driver import Driver
 from sglang_rollout.coordinator.engine_infos import EngineInfos
@@ -63,6 +65,7 @@ class Options:
     intent_file: Path | None
     record_file: Path | None
     policy: str | None = None
+    trainer_token_file: Path | None = None
 
 
 def read_credentials(path: Path) -> Credentials:
@@ -115,11 +118,14 @@ async def serve(options: Options, key: Credentials) -> None:
         wanted = WantedWorkers(wanted_engines.url)
         workers = SmgWorkers(options.smg_url, lambda: wanted.urls(driver.machine), engine_labels(options.policy))
         infos = EngineInfos(agents)
+        keys = SigningKeys(partial(load_keys, kube)) if kube is not None else None
         callers = CallerCheck(
             name=options.name,
             namespace=options.namespace,
             security=lambda: wanted_engines.intent.security if wanted_engines.intent is not None else None,
             credentials=credentials,
+            token_file=TokenFile(options.trainer_token_file) if options.trainer_token_file is not None else None,
+            keys=keys,
             in_cluster=kube is not None,
             pods=pods,
         )
@@ -139,6 +145,8 @@ async def serve(options: Options, key: Credentials) -> None:
         }
         if kube is not None:
             loops["callers"] = follow_callers(kube, pods, callers.security, driver.note_caller_rights)
+        if keys is not None:
+            loops["keys"] = keys.run()
         await _run_until_signal(loops)
 
 
@@ -200,6 +208,9 @@ async def _run_until_signal(coroutines: Mapping[str, Coroutine[Any, Any, None]])
     required=True,
     type=click.Path(path_type=Path),
     help="File with the rollout's key, one a line: credentials of the first are sent, those of all are accepted.",
+)
+@click.option(
+    "--trainer-token-file", type=click.Path(path_type=Path), help="File with a token that trainers send; read again when it changes."
 )
 @click.option("--public-url", required=True, help="URL of the fleet, as trainers use it.")
 @click.option("--kubernetes", is_flag=True, help="Read intent and record from ConfigMaps, and addresses from EndpointSlices.")

@@ -269,7 +269,7 @@ class Kube:
             call.method,
             call.path,
             query_params=list(call.query.items()),
-            header_params={"Accept": "application/json", "Content-Type": call.content_type},
+            header_params={"Accept": "application/json, */*", "Content-Type": call.content_type},
             body=call.body,
             auth_settings=["BearerToken"],
         )

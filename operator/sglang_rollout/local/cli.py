@@ -119,6 +119,7 @@ def command(
     policy: str,
     pause_mode: str,
     weights_json: str,
+    token_file: Path | None,
     limits: Limits,
     custom_logit_processors: bool,
     tensor_size: int | None,

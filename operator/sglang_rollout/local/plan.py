@@ -112,6 +112,8 @@ class Plan:
     limits: Limits = field(default_factory=Limits)
     custom_logit_processors: bool = False
     """True if the engines run code from requests (``--enable-custom-logit-processor``)."""
+    token_file: str | None = None
+    """File with the token that callers from other machines send; None: only this machine may control the fleet."""
 
     def intent(self) -> Intent:
         """Return the intent that the coordinator reads."""
@@ -166,6 +168,7 @@ class Plan:
             *("--policy", self.policy),
             *("--token-file", str(folders.token), "--intent-file", str(folders.intent), "--record-file", str(folders.record)),
             *("--public-url", self.listen.url),
+            *(("--trainer-token-file", self.token_file) if self.token_file is not None else ()),
         )
 
     def _engine_addresses(self) -> Iterator[_EngineAddresses]:

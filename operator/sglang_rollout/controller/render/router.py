@@ -31,6 +31,8 @@ GRACE_SECONDS = 190
 An idle router ends after 6 s.
 """
 ACCOUNT_DIR = "/var/run/secrets/kubernetes.io/serviceaccount"
+TRAINER_TOKEN_DIR = "/etc/sglang-rollout/trainer-token"  # noqa: S105 - a folder
+TRAINER_TOKEN_KEY = "token"  # noqa: S105 - a key
 
 SOFT_STOP_SCRIPT = "while kill -USR1 1 2>/dev/null; do sleep 1; done"
 """preStop hook of the front: let running requests end.
@@ -86,7 +88,15 @@ def _pod_spec(rollout: SGLangRollout, settings: Settings) -> Object:
         "securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}},
         **router_placement(rollout),
         "containers": [_front(rollout, settings), _smg(rollout, settings), _coordinator(rollout, settings), _batches(rollout, settings)],
-        "volumes": [common.TMP_VOLUME, common.control_volume(rollout), _account_volume()],
+        "volumes": [
+            *(
+                common.TMP_VOLUME,
+                common.memory_volume("rollout-coordinator"),
+                common.control_volume(names.control_name(rollout.name)),
+                _account_volume(),
+            ),
+            *_token_volumes(rollout),
+        ],
     }
 
 
@@ -148,7 +158,11 @@ def _coordinator(rollout: SGLangRollout, settings: Settings) -> Object:
         settings.coordinator_image,
         settings,
         command=("coordinator",),
-        mounts=[common.TMP_MOUNT, common.CONTROL_MOUNT, {"name": "account", "mountPath": ACCOUNT_DIR, "readOnly": True}],
+        mounts=[
+            *(common.TMP_MOUNT, common.COORDINATOR_MOUNT, common.CONTROL_MOUNT),
+            {"name": "account", "mountPath": ACCOUNT_DIR, "readOnly": True},
+            *({"name": volume["name"], "mountPath": TRAINER_TOKEN_DIR, "readOnly": True} for volume in _token_volumes(rollout)),
+        ],
         args=[
             *("--name", rollout.name),
             *("--namespace", rollout.namespace),
@@ -157,7 +171,9 @@ def _coordinator(rollout: SGLangRollout, settings: Settings) -> Object:
             *("--policy", rollout.spec.router.policy.value),
             *("--token-file", names.TOKEN_FILE),
             "--kubernetes",
-            *("--public-url", names.public_url(rollout.name, rollout.namespace, FRONT_PORT)),
+            *("--public-url", names.public_url(rollout.name, rollout.namespace, tls=tls.is_encrypted(rollout))),
+            *("--generate-url", names.generate_url(rollout.name, rollout.namespace, tls=tls.is_encrypted(rollout))),
+            *(("--trainer-token-file", f"{TRAINER_TOKEN_DIR}/{TRAINER_TOKEN_KEY}") if _token_volumes(rollout) else ()),
         ],
         startupProbe=http_probe(FLEET_HEALTH, PROBES_PORT, periodSeconds=1, timeoutSeconds=3, failureThreshold=120),
         readinessProbe=http_probe(FLEET_HEALTH, PROBES_PORT, periodSeconds=5, timeoutSeconds=3, failureThreshold=3),
@@ -194,6 +210,15 @@ def _batches(rollout: SGLangRollout, settings: Settings) -> Object:
 def _data_callers(rollout: SGLangRollout) -> tuple[str, ...]:
     """Return the argument of front and batch server for a fleet with restricted data paths."""
     return () if rollout.spec.security.generate is GenerateAccess.OPEN else ("--check-data-callers",)
+
+
+def _token_volumes(rollout: SGLangRollout) -> list[Object]:
+    """Return the volume with the token of trainers, if the spec names one. The router starts without the Secret, too."""
+    token = rollout.spec.security.token
+    if token is None or token.secret_name is None:
+        return []
+    items = [{"key": TRAINER_TOKEN_KEY, "path": TRAINER_TOKEN_KEY}]
+    return [{"name": "trainer-token", "secret": {"secretName": token.secret_name, "items": items, "optional": True, "defaultMode": 0o444}}]
 
 
 def _account_volume() -> Object:

@@ -81,7 +81,7 @@ class Pod:
     fleet_url: str | None = None
 
     def __post_init__(self) -> None:
-        (self.folder / "token").write_text(TOKEN)
+        (self.folder / "token").write_text(self.token)
         sock = str(self.folder / "gate.sock")
         agent = f"127.0.0.1:{self.agent_port}"
         engine = self.engine_url.removeprefix("http://")

@@ -117,7 +117,7 @@ async def complete_fleet(
             token_file=folder / "token", public_url=url, kubernetes=False,
             intent_file=folder / "intent.json", record_file=folder / "record.json",
         )  # fmt: skip
-        coordinator = asyncio.create_task(serve(options, TOKEN))
+        coordinator = asyncio.create_task(serve(options, CredentialFile(folder / "token")))
         stack.push_async_callback(_ended, coordinator)
         made = CompleteFleet(url, pods, pods[0].http)
 
