@@ -23,6 +23,8 @@ from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
 from urllib3.util.retry import Retry
 
 from sglang_rollout.trainer.errors import FleetError, FleetRefused, FleetUnreachable
+from sglang_rollout.trainer.credentials import Credentials
+from sglang_rollout.wire.reasons import end_sentence
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -70,13 +72,14 @@ def run_in_background(function: Callable[P, R], *args: P.args, **kwargs: P.kwarg
 class Http:
     """A client of one base URL, safe to use from many threads at once."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, credentials: Credentials | None = None) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise FleetError(f"{url!r} is not the URL of a fleet. A fleet's URL looks like http://demo-router:30000.")
         self.url = url.rstrip("/")
         self.host: str = parts.hostname
         self.port: int = parts.port or (443 if parts.scheme == "https" else 80)
+        self._credentials = credentials or Credentials()
         self._lock = threading.Lock()
         self._sessions: list[CancellableSession] = []
         self._idle: list[CancellableSession] = []
@@ -100,7 +103,8 @@ class Http:
         connect = min(CONNECT_SECONDS, timeout)
         try:
             with self._session() as session, cancellation.attach(session) if cancellation else nullcontext():
-                return session.request(method, self.url + path, json=body, timeout=(connect, timeout))
+                headers = self._credentials.headers()
+                return session.request(method, self.url + path, json=body, headers=headers, timeout=(connect, timeout))
         except requests.exceptions.Timeout as error:
             raise FleetUnreachable(f"{self.url}{path} did not answer within {timeout:.0f} s.") from error
         except requests.exceptions.RequestException as error:

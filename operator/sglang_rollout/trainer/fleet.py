@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -13,6 +14,7 @@ from pydantic import ValidationError
 
 from sglang_rollout.trainer.calls import Deadline, Http
 from sglang_rollout.trainer.errors import FleetError, FleetUnreachable, GroupFailed, PushFailed
+from sglang_rollout.trainer.credentials import find_credentials
 from sglang_rollout.trainer.generate import Sample, SamplingParams, generate
 from sglang_rollout.trainer.group_control import OPEN_SECONDS, GroupControl, GroupOptions
 from sglang_rollout.trainer.push import (
@@ -42,18 +44,28 @@ TENSORS_SECONDS = 40.0
 """Timeout of reading the model's tensors: an engine's pod may take 30 s to read the headers of all files."""
 
 
-def connect(url: str, *, timeout: float = 300.0, snapshots: Snapshots | None = None) -> Fleet:
+def connect(
+    url: str,
+    *,
+    timeout: float = 300.0,
+    snapshots: Snapshots | None = None,
+    token: str | None = None,
+    token_file: str | os.PathLike[str] | None = None,
+) -> Fleet:
     """Wait until the fleet can take weights, which needs at least one engine that is up. Return a handle on the fleet.
 
     Args:
         url: The fleet's URL: ``http://<name>-router:30000``.
         timeout: Seconds to wait.
         snapshots: Which pushes are also written to disk. None: no push.
+        token: Token of each call, for a fleet that does not know the trainer by its pod (``spec.security``).
+            None: of ``token_file``, or else of the variables ``SGLANG_ROLLOUT_TOKEN_FILE`` or ``SGLANG_ROLLOUT_TOKEN``.
+        token_file: File with the token, which is read at each call.
 
     Raises:
         FleetUnreachable: The fleet did not become healthy in time.
     """
-    http = Http(url)
+    http = Http(url, find_credentials(token, token_file, ca))
     deadline = Deadline(timeout)
     last_answer = "none."
     while True:
@@ -104,8 +116,9 @@ class Fleet:
         Raises:
             FleetError: The URL does not answer with a discovery document.
         """
+
         try:
-            return FleetDocument.model_validate(self._http.get(FLEET, timeout=INFO_SECONDS))
+            return FleetDocument.model_validate(self._http.get(path, timeout=INFO_SECONDS))
         except ValidationError as error:
             raise FleetError(f"{self.url}{FLEET} is not a discovery document: {error}. Is this the URL of a rollout's router?") from error
 

@@ -45,6 +45,7 @@ class FakeFleet:
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.counts: dict[str, int] = defaultdict(int)
         self.connections = 0
+        self.authorizations: list[str | None] = []
         self._lock = threading.Lock()
         fleet = self
 
@@ -60,6 +61,7 @@ class FakeFleet:
 
             def _answer(self) -> None:
                 length = int(self.headers.get("Content-Length") or 0)
+                fleet.authorizations.append(self.headers.get("Authorization"))
                 status, reply, *headers = fleet.answer(self.path, json.loads(self.rfile.read(length) or b"{}"))
                 payload = json.dumps(reply).encode()
                 self.send_response(status)
