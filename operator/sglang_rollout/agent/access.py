@@ -1,13 +1,12 @@
 """Who may call an agent: the coordinator with the engine's credential and the highest term.
 
-A co-located trainer calls each engine's own URL without a token. :class:`Relay` forwards these calls to the coordinator, which decides
-about updates and memory. The coordinator's answers are returned unchanged.
+A co-located trainer calls each engine's own URL. :class:`Relay` forwards these calls to the coordinator, which decides about callers,
+updates and memory. The coordinator's answers are returned unchanged.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import logging
 import time
@@ -23,6 +22,7 @@ from sglang_rollout.agent import events as ev
 from sglang_rollout.agent.agent import Agent
 from sglang_rollout.credentials import Credentials
 from sglang_rollout.sglang.api import ControlCall
+from sglang_rollout.wire.access import CALLER_HEADER, RELAYED_AUTHORIZATION_HEADER, RELAYED_CALLER_HEADER
 from sglang_rollout.wire.ports import DEADLINE_HEADER, FLEET, FLEET_ENGINES, TERM_HEADER, VERSION_HEADER
 from sglang_rollout.wire.reasons import RefusedError, reason_phrase
 from sglang_rollout.wire.trainer import ControlReply
@@ -129,14 +129,14 @@ class Relay:
 
     @property
     def hint(self) -> str:
-        """End of the message that refuses any other call without a token."""
-        return f" Without a token, an engine's URL takes only {', '.join(RELAYED)}; the fleet's URL is {self._url}."
+        """End of the message that refuses any other call of a trainer."""
+        return f" An engine's URL takes only {', '.join(RELAYED)}; the fleet's URL is {self._url}."
 
     def before(self, handler: Handler) -> Handler:
         """Return a handler that forwards trainers' calls; the coordinator's calls have a term and go to ``handler``."""
 
         async def relayed(request: web.Request) -> web.StreamResponse:
-            return await (handler(request) if "Authorization" in request.headers else self._relay(request))
+            return await (handler(request) if TERM_HEADER in request.headers else self._relay(request))
 
         return relayed
 
@@ -159,6 +159,11 @@ class Relay:
         query = request.rel_url.raw_query_string
         target = f"{self._base}{request.path}{'?' if query else ''}{query}"
         headers = {name: value for name in _SENT_HEADERS if (value := request.headers.get(name, "")) and value.isascii()}
+        # The gate sets this address. The credential proves that the agent of this engine names it.
+        headers[RELAYED_CALLER_HEADER] = request.headers.get(CALLER_HEADER, "")
+        if (token := request.headers.get("Authorization", "")) and token.isascii():
+            headers[RELAYED_AUTHORIZATION_HEADER] = token
+        headers |= self._credentials.header
         try:
             async with self._http.post(target, data=body, headers=headers, allow_redirects=False) as answer:
                 kept = {name: answer.headers[name] for name in _RELAYED_HEADERS if name in answer.headers}

@@ -100,6 +100,12 @@ def _rules_of_shared_gpus() -> list[dict[str, str]]:
             field=".engine",
         ),
         rule(
+            "self.mode == 'Standalone' || !has(self.engine.network) || !self.engine.network.hostNetwork",
+            "modes Hybrid and Colocated cannot have engine.network.hostNetwork: agents name the trainer that calls, and in the network of a"
+            " node no address proves that an agent does. Leave hostNetwork out.",
+            field=".engine",
+        ),
+        rule(
             "self.replicas <= 1 || !has(self.sharing) || !has(self.sharing.resourceClaimName)"
             f" || self.sharing.resourceClaimName.contains('{ENGINE_INDEX}')",
             "sharing.resourceClaimName must contain {engine} when there are several engines: otherwise all would use the same GPUs.",

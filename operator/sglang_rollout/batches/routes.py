@@ -27,6 +27,7 @@ from sglang_rollout.batches.split import BatchError, Item, encode, join, parse, 
 from sglang_rollout.batches.streams import BatchStream, Send, run_bounded
 from sglang_rollout.sglang.api import CHAT_COMPLETIONS, COMPLETIONS, DIRECT_PATHS, GENERATE
 from sglang_rollout.sglang.smg_limits import should_bypass_smg
+from sglang_rollout.wire.access import CALLER_HEADER, RELAYED_AUTHORIZATION_HEADER, RELAYED_CALLER_HEADER
 from sglang_rollout.wire.ports import BROKEN_HEADER, VERSION_HEADER
 
 log = logging.getLogger(__name__)

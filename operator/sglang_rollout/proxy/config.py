@@ -213,6 +213,7 @@ def gate_config(params: GateParams) -> str:
             _MetricsSource("engine", params.engine, ports.METRICS, "/metrics"),
             _MetricsSource("agent", params.agent, ports.METRICS_AGENT, ports.AGENT_METRICS),
         ),
+        caller_header=CALLER_HEADER,
         **_shared(params.maxconn, params.request_bytes),
     )
 

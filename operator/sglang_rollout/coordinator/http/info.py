@@ -15,6 +15,7 @@ from sglang_rollout.coordinator.http.dialects import parse, weights_by_name
 from sglang_rollout.coordinator.update import adapters as lora
 from sglang_rollout.coordinator.update.membership import why_incomplete
 from sglang_rollout.sglang.api import MODEL_INFO, MODELS, SERVER_INFO
+from sglang_rollout.wire.access import CALLER_HEADER, RELAYED_CALLER_HEADER, PathKind
 from sglang_rollout.wire.agent import CheckpointRequest
 from sglang_rollout.wire.ports import (
     AGENT_CHECKPOINT,

@@ -22,6 +22,8 @@ from sglang_rollout.agent.engine import Engine
 from sglang_rollout.agent.gate import Gate
 from sglang_rollout.agent.record import RecordFile
 from sglang_rollout.agent.update import Fence
+from sglang_rollout.credentials import Credentials
+from sglang_rollout.wire.access import CALLER_HEADER, RELAYED_AUTHORIZATION_HEADER, RELAYED_CALLER_HEADER
 from sglang_rollout.wire.ports import FLEET_LEASE, TERM_HEADER, VERSION_HEADER
 from tests.contract.support.agent_pod import TOKEN, until
 from tests.contract.support.stub_engine import StubEngine, stub_engine
@@ -55,7 +57,9 @@ class Coordinator:
     async def handle(self, request: web.Request) -> web.Response:
         self.asked.append((request.method, request.path_qs, await request.read(), request.headers.get("Content-Type")))
         self.pages.append((request.headers.get("Origin"), request.headers.get("Sec-Fetch-Site")))
-        assert "Authorization" not in request.headers
+        assert request.headers["Authorization"] == f"Bearer {TOKEN}", "the agent proves itself"
+        self.callers.append(request.headers[RELAYED_CALLER_HEADER])
+        self.tokens.append(request.headers.get(RELAYED_AUTHORIZATION_HEADER))
         if self.breaks:
             assert request.transport is not None
             request.transport.abort()
@@ -120,6 +124,19 @@ async def test_a_trainers_call_is_forwarded_to_the_coordinator(lab: Lab, call: s
     assert (status, reason, said) == (409, "The fleet is asleep.", '{"success": false, "message": "As it is."}')
     assert (reply.headers[VERSION_HEADER], reply.content_type) == ("step 7", "application/json")
     assert lab.engine.calls == [], "only the coordinator calls the engine"
+
+
+async def test_the_coordinator_learns_which_address_called_the_gate(lab: Lab) -> None:
+    forged = {CALLER_HEADER: "10.0.0.1", RELAYED_CALLER_HEADER: "10.0.0.2"}
+    assert (await lab.ask("/end_weight_update", data=b"{}", headers=forged))[0] == 409
+    assert lab.coordinator.callers == ["10.0.0.1"], "the gate has set the first header"
+
+
+@pytest.mark.parametrize("token", [None, "Bearer s3cret"])
+async def test_the_coordinator_learns_the_token_of_the_trainer(lab: Lab, token: str | None) -> None:
+    forged = {RELAYED_AUTHORIZATION_HEADER: "Bearer forged"}
+    assert (await lab.ask("/flush_cache", data=b"{}", headers=forged | ({"Authorization": token} if token else {})))[0] == 409
+    assert lab.coordinator.tokens == [token]
 
 
 async def test_the_coordinator_learns_which_page_sent_a_call(lab: Lab) -> None:
@@ -209,3 +226,5 @@ def test_an_invalid_fleet_url_is_refused_at_the_start(tmp_path: Path, url: str) 
 
 async def _true(value: bool) -> bool:
     return value
+
+

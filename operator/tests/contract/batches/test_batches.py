@@ -13,6 +13,7 @@ from aiohttp import web
 
 from sglang_rollout.api.limits_spec import Limits
 from sglang_rollout.batches import client, routes
+from sglang_rollout.wire.access import CALLER_HEADER, RELAYED_CALLER_HEADER
 from sglang_rollout.wire.ports import BATCHES_HEALTH, VERSION_HEADER
 from tests.contract.support.coordinator_process import Lab, fleet_lab
 
