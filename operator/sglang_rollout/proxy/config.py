@@ -44,6 +44,10 @@ _PROBE_CONNECTIONS = 32
 _PROBES_PER_ADDRESS = 12
 _BODY_SECONDS = 60
 """Longest wait for the start of a body."""
+_REFUSALS, _REFUSAL_SECONDS = 1000, 10
+"""Control calls of one address that may be refused in so many seconds, before the front refuses its further control calls."""
+_CALLS_PER_ADDRESS = 256
+"""Open control calls of one address. The coordinator needs less than a millisecond for a refused call, and answers one after the other."""
 _BROKEN_STATUS = 501
 """Status with which a gate reports an engine that broke off: haproxy can repeat a request after it, and smg never does."""
 _GATE_WINDOW = 4096
@@ -76,6 +80,11 @@ _SENTENCES = {
     "coordinator_broke": (
         "coordinator_broke_off",
         "The coordinator closed the connection before it answered. GET /fleet shows the result of the call.",
+    ),
+    "refused_often": (
+        "too_many_refused_calls",
+        f"More than {_REFUSALS} control calls from this address were refused within {_REFUSAL_SECONDS} s."
+        " Wait, and call once: the answer says why.",
     ),
     "coordinator_away": (
         "coordinator_unavailable",
@@ -251,6 +260,9 @@ def front_config(params: FrontParams) -> str:
         caller_header=CALLER_HEADER,
         window=_BODY_WINDOW,
         session_window=_SESSION_WINDOW,
+        refusals=_REFUSALS,
+        refusal_seconds=_REFUSAL_SECONDS,
+        calls_per_address=_CALLS_PER_ADDRESS,
         many=_regex(_MANY),
         one=_regex(_ONE),
         dropped=_regex(GENERATE_PATTERN),

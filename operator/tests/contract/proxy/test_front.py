@@ -191,6 +191,83 @@ async def test_the_coordinator_learns_the_address_of_the_caller_and_nothing_that
     assert front.coordinator.received[CALLER_HEADER.lower()] == "127.0.0.1"
 
 
+async def test_an_address_that_is_refused_again_and_again_gets_no_further_control_call(front: Front) -> None:
+    front.coordinator.refuses = True
+    statuses = [(await front.ask("/pause_generation"))[0] for _ in range(1001)]
+    assert set(statuses) == {403}
+    front.coordinator.refuses = False
+    for _ in range(2):
+        async with front.http.post(front.url + "/pause_generation", data="{}") as reply:
+            assert (reply.status, reply.headers["Retry-After"]) == (429, "10")
+            assert (await reply.json())["error"]["code"] == "too_many_refused_calls"
+    assert (await front.ask("/generate", '{"text": "a"}'))[1]["from"] == "smg"
+    async with client_at("127.0.0.2") as other, other.post(front.url + "/pause_generation", data="{}") as reply:
+        assert (await reply.json())["from"] == "coordinator"
+
+
+@pytest.mark.parametrize("header", ["Origin", "Sec-Fetch-Site"])
+async def test_refused_calls_of_a_web_page_are_counted_apart_from_those_of_a_program(front: Front, header: str) -> None:
+    """A page in a browser has the address of a trainer on the same machine."""
+    front.coordinator.refuses = True
+    async with client_at("127.0.0.6" if header == "Origin" else "127.0.0.7") as http:
+
+        async def call(path: str = "/pause_generation", **headers: str) -> int:
+            async with http.post(URL(front.url + path, encoded=True), data="{}", headers=headers) as reply:
+                return reply.status
+
+        page = {header: "cross-site"}
+        assert {await call(**page) for _ in range(600)} == {403}
+        assert {await call("/%66leet", **page) for _ in range(401)} == {400}
+        assert await call(**page) == 429
+        front.coordinator.refuses = False
+        assert await call() == 200
+
+
+async def test_refused_calls_without_an_end_reach_the_coordinator_no_more(front: Front) -> None:
+    """The rate of the calls decides, and not the rate of those that reach the coordinator, which would fall and let the next ones pass."""
+    front.coordinator.refuses = True
+    async with client_at("127.0.0.2") as http:
+
+        async def call() -> int:
+            async with http.post(front.url + "/pause_generation", data="{}") as reply:
+                return reply.status
+
+        statuses = [await asyncio.gather(*(call() for _ in range(250))) for _ in range(17)]
+    assert {status for batch in statuses[:4] for status in batch} == {403}
+    assert {status for batch in statuses[5:] for status in batch} == {429}
+
+
+async def test_calls_that_the_front_refuses_count_like_those_that_the_coordinator_refuses(front: Front) -> None:
+    for address, path in (("127.0.0.3", "/pause_generation"), ("127.0.0.4", "/%66leet")):
+        async with client_at(address) as http:
+
+            async def call(path: str = path, http: aiohttp.ClientSession = http) -> int:
+                async with http.post(URL(front.generate + path, encoded=True), data="{}") as reply:
+                    return reply.status
+
+            statuses = [await call() for _ in range(1001)]
+            assert (429 in statuses, await call()) == (False, 429)
+            async with http.post(front.generate + "/generate", data='{"text": "a"}') as reply:
+                assert (await reply.json())["from"] == "smg"
+
+
+async def test_one_address_has_a_limited_number_of_open_control_calls(front: Front) -> None:
+    front.coordinator.seconds = 5
+    async with client_at("127.0.0.2") as http:
+        calls = [asyncio.create_task(http.post(front.url + "/pause_generation", data="{}")) for _ in range(300)]
+        done, waiting = await asyncio.wait(calls, timeout=2)
+        assert len(waiting) == 256
+        assert {(call.result().status, call.result().headers["Retry-After"]) for call in done} == {(503, "1")}
+        front.coordinator.seconds = 0
+        assert (await front.ask("/pause_generation"))[1]["from"] == "coordinator"
+        assert {(await call).status for call in waiting} == {200}
+
+
+def client_at(address: str) -> aiohttp.ClientSession:
+    """Return a client that connects from an address."""
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(local_addr=(address, 0), limit=0))
+
+
 async def test_smg_gets_neither_token_nor_address_of_a_caller_and_the_batch_server_gets_both(front: Front) -> None:
     token = {"Authorization": "Bearer secret"}
     for url, prompt in itertools.product((front.url, front.generate), ('"a"', '["a"]')):
