@@ -203,6 +203,8 @@ class Endpoints(ApiModel):
 
     url: str = Field(max_length=512)
     """URL for generating and for pushing weights."""
+    generate: str = Field(default="", max_length=512)
+    """URL for generating only: it serves no control calls."""
     discovery: str = Field(max_length=512)
     """URL of the discovery document: members, ranks, world size, versions."""
 

@@ -65,6 +65,7 @@ class Options:
     intent_file: Path | None
     record_file: Path | None
     policy: str | None = None
+    generate_url: str | None = None
     trainer_token_file: Path | None = None
 
 
@@ -213,6 +214,7 @@ async def _run_until_signal(coroutines: Mapping[str, Coroutine[Any, Any, None]])
     "--trainer-token-file", type=click.Path(path_type=Path), help="File with a token that trainers send; read again when it changes."
 )
 @click.option("--public-url", required=True, help="URL of the fleet, as trainers use it.")
+@click.option("--generate-url", show_default="the value of --public-url", help="URL that serves data paths only.")
 @click.option("--kubernetes", is_flag=True, help="Read intent and record from ConfigMaps, and addresses from EndpointSlices.")
 @click.option("--intent-file", type=click.Path(path_type=Path), help="Intent as JSON; read again when it changes.")
 @click.option("--record-file", type=click.Path(path_type=Path), help="File in which the record is stored.")

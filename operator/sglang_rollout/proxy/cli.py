@@ -196,6 +196,9 @@ def gate(
 @_address("--smg", f"127.0.0.1:{ports.SMG_PORT}", "The SGLang router.")
 @_address("--coordinator", f"127.0.0.1:{ports.COORDINATOR_PORT}", "The coordinator.", ENDPOINT)
 @_address("--batches", f"127.0.0.1:{ports.BATCHES_PORT}", "The batch server.")
+@click.option(
+    "--generate-listen", type=ADDRESS, show_default="nowhere", help="Address that serves data paths only, and refuses control calls."
+)
 @limits_option
 @_metrics_listen
 @_probes_listen
@@ -211,6 +214,7 @@ def front(
     smg: Address,
     coordinator: Endpoint,
     batches: Address,
+    generate_listen: Address | None,
     limits: Limits,
     metrics_listen: Address | None,
     probes_listen: Address | None,
@@ -227,6 +231,7 @@ def front(
         smg=smg,
         coordinator=coordinator,
         batches=batches,
+        generate=_optional(generate_listen, only_print),
         request_bytes=limits.request_bytes,
         maxconn=_connection_limit(maxconn, FRONT_FILES + (TLS_FILES if served is not None else 0), only_print),
         threads=threads,

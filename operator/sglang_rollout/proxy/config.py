@@ -21,7 +21,7 @@ from sglang_rollout.proxy.gate_map import (
     VOCABULARY_KEY,
     version_map_path,
 )
-from sglang_rollout.sglang.api import DATA_PATHS, DIRECT_PATHS, GENERATING_PATHS, MODELS
+from sglang_rollout.sglang.api import DATA_PATHS, DIRECT_PATHS, GENERATING_PATHS, HEALTH_PATHS, MODELS
 from sglang_rollout.sglang.smg_limits import GENERATE_PATTERN, OPENAI_PATTERN
 from sglang_rollout.wire import ports
 from sglang_rollout.wire.access import CALLER_HEADER
@@ -94,6 +94,11 @@ _SENTENCES = {
 }
 
 _ENCODED = ("encoded_path", "The path contains percent-encoded characters. Write it without them.")
+_DATA_ONLY = (
+    "data_paths_only",
+    f"This port serves requests for tokens, embeddings and scores, {MODELS}, and health. "
+    "Other calls need the URL of the fleet (status.endpoints.url), which only trainers may use.",
+)
 _ONLY_GET = ("method_not_allowed", "This port serves metrics only. Use GET.")
 _ONLY_PROBES = ("method_not_allowed", "This port serves probes only. Use GET.")
 _NO_METRICS = ("metrics_unavailable", "The process that exports these metrics does not answer. Its container may be starting.")
@@ -155,6 +160,7 @@ class FrontParams:
     smg: Address
     coordinator: Endpoint
     batches: Address
+    generate: Address | None = None
     """Address that serves data paths and refuses control calls; None: nowhere."""
     request_bytes: int = _REQUEST_BYTES
     """Largest body of a data request. The gates check the other limits."""
@@ -249,6 +255,9 @@ def front_config(params: FrontParams) -> str:
     """Return the configuration of the front."""
     return _template("front.cfg.j2").render(
         bind=_bind(params.listen),
+        generate=None if params.generate is None else _bind(params.generate),
+        open_paths=" ".join((MODELS, *HEALTH_PATHS)),
+        data_only=_body(*_DATA_ONLY, kind="invalid_request_error"),
         smg=params.smg,
         attempt=f"abns@rollout-attempt-{params.listen.port}",
         coordinator=params.coordinator,

@@ -53,6 +53,7 @@ class ControlCall(StrEnum):
 SERVER_INFO = "/server_info"
 MODEL_INFO = "/model_info"
 MODELS = "/v1/models"
+HEALTH_PATHS = ("/health", "/health_generate", "/ready", "/ping")
 LOADS = "/v1/loads"
 
 GENERATE = "/generate"

@@ -23,6 +23,8 @@ PROBES_PORT = 30004
 
 FRONT_PORT = 30000
 """Port of the router pod for all callers, and the port of Service ``<name>-router``: the fleet's URL."""
+GENERATE_PORT = 30005
+"""Port of the router pod for data paths only, and the port of Service ``<name>-generate``. It refuses control calls."""
 SMG_PORT = 30010
 """smg, bound to 127.0.0.1 inside the router pod."""
 SMG_METRICS_PORT = 30011

@@ -64,7 +64,7 @@ class FleetDocument(Message):
     last_update: LastUpdate | None = None
     """The last update that ended."""
     urls: dict[str, str] = Field(default_factory=dict)
-    """URLs of the fleet."""
+    """URLs of the fleet: ``control`` serves all calls, ``data`` at least requests for tokens."""
     adapters: list[AdapterRow] = Field(default_factory=list)
     """Adapters (LoRA), and the engines that have loaded them."""
     state: FleetState = FleetState.ACTIVE

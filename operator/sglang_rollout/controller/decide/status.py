@@ -182,5 +182,6 @@ def _find_prefetch_problem(pod: Pod) -> tuple[Reason, str] | None:
 
 
 def _build_endpoints(fleet: FleetView) -> Endpoints:
-    url = names.public_url(fleet.name, fleet.cr["metadata"].get("namespace", "default"), FRONT_PORT)
-    return Endpoints(url=url, discovery=url + FLEET)
+    namespace = fleet.cr["metadata"].get("namespace", "default")
+    url = names.public_url(fleet.name, namespace, tls=fleet.is_encrypted)
+    return Endpoints(url=url, generate=names.generate_url(fleet.name, namespace, tls=fleet.is_encrypted), discovery=url + FLEET)

@@ -12,8 +12,8 @@ from sglang_rollout.api.v1alpha1 import SGLangRollout, State
 from sglang_rollout.controller.render import names
 from sglang_rollout.controller.render.common import Object, child
 from sglang_rollout.controller.render.names import engine_ports
-from sglang_rollout.wire.ports import FRONT_PORT, GATE_PORT
 from sglang_rollout.credentials import Credentials
+from sglang_rollout.wire.ports import FRONT_PORT, GATE_PORT, GENERATE_PORT
 from sglang_rollout.wire.record import Adapter
 from sglang_rollout.wire.states import FleetMode, FleetState
 
@@ -88,6 +88,7 @@ def services(rollout: SGLangRollout) -> list[Object]:
     return [
         _service(rollout, names.engines_service(rollout.name), names.COMPONENT_ENGINE, GATE_PORT, clusterIP="None"),
         _service(rollout, names.router_name(rollout.name), names.COMPONENT_ROUTER, FRONT_PORT, type="ClusterIP"),
+        _service(rollout, names.generate_service(rollout.name), names.COMPONENT_ROUTER, GENERATE_PORT, type="ClusterIP"),
     ]
 
 

@@ -120,6 +120,11 @@ def router_name(rollout: str) -> str:
     return f"{rollout}-router"
 
 
+def generate_service(rollout: str) -> str:
+    """Return the name of the Service that serves data paths only."""
+    return f"{rollout}-generate"
+
+
 def prefetch_name(rollout: str) -> str:
     """Return the name of the DaemonSet that downloads the model on nodes."""
     return f"{rollout}-prefetch"
@@ -172,7 +177,16 @@ def selector_string(rollout: str, *, pods: int = 1) -> str:
 
 def public_url(rollout: str, namespace: str, port: int) -> str:
     """Return the fleet's one URL."""
-    return f"http://{router_name(rollout)}.{namespace}.svc:{port}"
+    return f"{_scheme(tls)}://{router_name(rollout)}.{namespace}.svc:{wire.FRONT_PORT}"
+
+
+def generate_url(rollout: str, namespace: str, *, tls: bool) -> str:
+    """Return the URL that serves data paths only."""
+    return f"{_scheme(tls)}://{generate_service(rollout)}.{namespace}.svc:{wire.GENERATE_PORT}"
+
+
+def _scheme(tls: bool) -> str:
+    return "https" if tls else "http"
 
 
 _RENDEZVOUS_PORTS = 14

@@ -38,6 +38,8 @@ class Parts:
     name: str
     namespace: str
     public_url: str
+    generate_url: str
+    """URL that serves data paths only, or the public URL if there is no other."""
     driver: Driver
     agents: Agents
     wanted_engines: WantedEngines

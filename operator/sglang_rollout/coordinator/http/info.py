@@ -78,7 +78,8 @@ def make_document(parts: Parts) -> FleetDocument:
         adapters=lora.rows(fleet),
         state=fleet.applied_state,
         held=fleet.why_not_generating,
-        urls={"control": parts.public_url, "data": parts.public_url},
+        signing=next_signing(fleet, label),
+        urls={"control": parts.public_url, "data": parts.generate_url},
     )
 
 

@@ -152,12 +152,71 @@ async def test_an_encoded_path_reaches_no_process(front: Front, path: str) -> No
         assert (reply.status, (await reply.json())["error"]["code"]) == (400, "encoded_path")
 
 
+async def test_the_port_for_data_paths_serves_what_the_url_serves(front: Front) -> None:
+    for path in (*DATA_PATHS, MODELS, f"{MODELS}/org/model", *HEALTH_PATHS):
+        for url in (front.url, front.generate):
+            async with front.http.post(url + path, data='{"text": "a"}') as reply:
+                assert (reply.status, (await reply.json())["path"]) == (200, path)
+
+
 CONTROL_PATHS = [
     *(call.path for call in ControlCall),
     *(FLEET, FLEET_TENSORS, FLEET_RUN, FLEET_LEASE, FLEET_METRICS, FLEET_HEALTH, FLEET_HELD, f"{FLEET_ENGINES}/demo-engine-0/flush_cache"),
     *(SERVER_INFO, MODEL_INFO, LOADS, "/workers", "/get_weight_version", "/get_world_size", "/metrics", "/", "/unknown"),
     *("//flush_cache", "/GENERATE", "/generate/", "/generate/../flush_cache", "/v1/modelsx", "/flush_cache;/generate", "/health/../fleet"),
 ]
+
+
+async def test_the_port_for_data_paths_refuses_every_other_path(front: Front) -> None:
+    for method, path in itertools.product(("GET", "POST", "OPTIONS"), CONTROL_PATHS):
+        async with front.http.request(method, URL(front.generate + path, encoded=True), data="{}") as reply:
+            error = (await reply.json())["error"]
+        assert (path, reply.status, error["code"]) == (path, 403, "data_paths_only")
+        assert "status.endpoints.url" in error["message"]
+
+
+async def test_the_port_for_data_paths_refuses_encoded_paths(front: Front) -> None:
+    for path in ("/flush_cach%65", "/%66leet", "/v1%2Fmodels"):
+        async with front.http.post(URL(front.generate + path, encoded=True), data="{}") as reply:
+            assert (reply.status, (await reply.json())["error"]["code"]) == (400, "encoded_path")
+
+
+async def test_the_url_answers_control_calls_while_callers_of_data_paths_use_all_connections(tmp_path: Path) -> None:
+    coordinator, port, generate = Part("coordinator", free_port()), free_port(), free_port()
+    await coordinator.start()
+    line = ["proxy", "front", "--listen", f"127.0.0.1:{port}", "--generate-listen", f"127.0.0.1:{generate}", "--maxconn", "64"]
+    line += ["--smg", "127.0.0.1:9", "--coordinator", f"127.0.0.1:{coordinator.port}", "--runtime-dir", str(tmp_path)]
+    process = Process(line, tmp_path / "front.log")
+    await process.start()
+    writers = []
+    try:
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as http:
+
+            async def is_up() -> bool:
+                try:
+                    async with http.get(f"http://127.0.0.1:{port}{FRONT_HEALTH}") as reply:
+                        return reply.status == 200
+                except aiohttp.ClientError:
+                    return False
+
+            await until(is_up, 60, "the front answers")
+            for _ in range(128):
+                _, writer = await asyncio.open_connection("127.0.0.1", generate)
+                writer.write(b"POST /generate HTTP/1.1\r\nHost: fleet\r\nContent-Length: 50\r\n\r\n{")
+                writers.append(writer)
+            late = asyncio.create_task(http.get(f"http://127.0.0.1:{generate}{FRONT_HEALTH}").__aenter__())
+            await asyncio.wait({late}, timeout=1)
+            assert not late.done(), "callers use all connections of this port"
+            async with http.get(f"http://127.0.0.1:{port}{FLEET}") as reply:
+                assert reply.status == 200
+            for writer in writers:
+                writer.close()
+            (await late).close()
+    finally:
+        for writer in writers:
+            writer.close()
+        await process.end()
+        await coordinator.stop()
 
 
 async def test_a_front_that_checks_callers_sends_all_data_requests_to_the_batch_server(tmp_path: Path) -> None:

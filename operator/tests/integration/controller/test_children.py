@@ -87,6 +87,7 @@ DRIFT: list[tuple[Resource, str, dict[str, Any]]] = [
     (CONFIGMAPS, "demo-weights", {"metadata": {"labels": {"app.kubernetes.io/managed-by": "me"}}}),
     (SERVICES, "demo-engines", {"spec": {"publishNotReadyAddresses": False}}),
     (SERVICES, "demo-router", {"spec": {"selector": {names.LABEL_COMPONENT: "x"}}}),
+    (SERVICES, "demo-generate", {"spec": {"selector": {names.LABEL_COMPONENT: "x"}}}),
     (DEPLOYMENTS, "demo-router", {"spec": {"replicas": 5}}),
     (STATEFULSETS, "demo-engine-1", {"spec": {"replicas": 0}}),
 ]

@@ -41,6 +41,7 @@ def test_serving_fleet() -> None:
     weights = {"committedVersion": "step-1", "run": 1, "step": 1, "epoch": 3, "worldSize": 0}
     assert status["weights"] == weights | {"oldestServing": "step-1", "newestServing": "step-1", "skew": 0, "stale": 0}
     assert status["endpoints"]["url"] == "http://demo-router.default.svc:30000"
+    assert status["endpoints"]["generate"] == "http://demo-generate.default.svc:30005"
     assert status["endpoints"]["discovery"] == "http://demo-router.default.svc:30000/fleet"
     assert {one["type"]: one["status"] for one in status["conditions"]} == {
         "Ready": "True",

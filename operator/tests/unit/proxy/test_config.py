@@ -29,6 +29,7 @@ FRONT = FrontParams(
     Address("127.0.0.1", 30010),
     Address("127.0.0.1", 30020),
     Address("127.0.0.1", 30021),
+    generate=Address("::", 30005),
     metrics=Address("::", 30003),
     probes=Address("::", 30004),
 )

@@ -26,6 +26,14 @@ def test_samples_keep_the_order_of_the_prompts(fake: FakeFleet) -> None:
     assert samples[0].on_policy
 
 
+def test_at_the_url_for_data_paths_generation_needs_no_control_path(fake: FakeFleet) -> None:
+    del fake.replies["/fleet"]
+    fake.replies["/generate"] = (200, reply("x"))
+    with connect(fake.url, timeout=5) as fleet:
+        assert [sample.text for sample in fleet.generate(["p"])] == ["x"]
+    assert set(fake.counts) == {"/health", "/generate"}
+
+
 def test_prompts_are_sent_concurrently(fake: FakeFleet) -> None:
     together = threading.Barrier(4, timeout=10)
     fake.replies["/generate"] = lambda _: (together.wait() * 0 + 200, reply("x"))
