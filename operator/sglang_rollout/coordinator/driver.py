@@ -8,7 +8,7 @@ import itertools
 import logging
 import time
 import uuid
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from sglang_rollout.api.intent import Intent
@@ -57,14 +57,34 @@ class Driver:
     """Runs one state machine: sends its calls, writes its record, answers its callers."""
 
     def __init__(
-        self, *, name: str, wanted_engines: WantedEngines, agents: Agents, store: RecordStore, leadership: Leadership, metrics: Metrics
+        self,
+        *,
+        name: str,
+        wanted_engines: WantedEngines,
+        agents: Agents,
+        store: RecordStore,
+        leadership: Leadership,
+        metrics: Metrics,
+        is_gone: Callable[[str], bool] = lambda caller: False,
     ) -> None:
+        """Create the driver of one fleet; :meth:`run` starts it.
+
+        Args:
+            name: Name of the rollout.
+            wanted_engines: Engines of the intent.
+            agents: Client of the agents.
+            store: Where the record is written.
+            leadership: Decides which coordinator leads.
+            metrics: Counters to update.
+            is_gone: Returns True if a caller was pods and none of them lives.
+        """
         self._name = name
         self._wanted_engines = wanted_engines
         self._agents = agents
         self._store = store
         self._leadership = leadership
         self._metrics = metrics
+        self._is_gone = is_gone
         self.record_writer = RecordWriter(store)
         self._machine: Machine | None = None
         self._calls = itertools.count(1)
@@ -156,7 +176,8 @@ class Driver:
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._waiting[call] = future
         try:
-            self.feed(Asked(call, request, time.monotonic()))
+            holder = self._machine.fleet.holder
+            self.feed(Asked(call, request, time.monotonic(), caller, holder if self._is_gone(holder) else ""))
             return await future
         except asyncio.CancelledError:
             self.feed(Left(call, time.monotonic()))

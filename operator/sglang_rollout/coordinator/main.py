@@ -114,7 +114,13 @@ async def serve(options: Options, key: Credentials) -> None:
         credentials = partial(find_credentials, key, pods, options.name)
         agents = Agents(address=wanted_engines.url, credentials=credentials, term=lambda: driver.term)
         driver = Driver(
-            name=options.name, wanted_engines=wanted_engines, agents=agents, store=store, leadership=leadership, metrics=metrics
+            name=options.name,
+            wanted_engines=wanted_engines,
+            agents=agents,
+            store=store,
+            leadership=leadership,
+            metrics=metrics,
+            is_gone=pods.is_gone,
         )
         wanted = WantedWorkers(wanted_engines.url)
         workers = SmgWorkers(options.smg_url, lambda: wanted.urls(driver.machine), engine_labels(options.policy))
@@ -129,6 +135,7 @@ async def serve(options: Options, key: Credentials) -> None:
             keys=keys,
             in_cluster=kube is not None,
             pods=pods,
+            holder=lambda: driver.machine.fleet.holder if driver.machine is not None else "",
         )
         parts = Parts(
             name=options.name, namespace=options.namespace, public_url=options.public_url,

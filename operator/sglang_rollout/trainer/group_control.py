@@ -216,8 +216,12 @@ class Heartbeat:
         self._stop.set()
 
     def _run(self) -> None:
+        is_refused = False
         while not self._stop.wait(self._interval):
             try:
                 self._http.post(FLEET_LEASE, {"group_name": self._group_name}, timeout=HEARTBEAT_TIMEOUT_SECONDS)
+                is_refused = False
             except FleetError as error:  # the next heartbeat may get through; a push reports a fleet that stays unreachable
-                log.debug("heartbeat: %s", error)
+                is_lost = isinstance(error, FleetRefused) and error.status == HTTPStatus.FORBIDDEN
+                log.log(logging.WARNING if is_lost and not is_refused else logging.DEBUG, "heartbeat: %s", error)
+                is_refused = is_lost

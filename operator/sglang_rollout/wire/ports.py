@@ -87,6 +87,7 @@ FLEET_TENSORS = "/fleet/tensors"  # GET ModelTensors: names and shapes of the mo
 FLEET_HEALTH = "/fleet/health"  # GET 200: the coordinator runs (liveness); no statement about engines
 FLEET_RUN = "/fleet/run"  # POST: the next update opens a new run
 FLEET_ENGINES = "/fleet/engines"  # POST {FLEET_ENGINES}/{engine}/{call}: a trainer's call at one engine's own URL
+FLEET_CLAIM = "/fleet/claim"  # POST: hold the fleet; {"take_over": true}: although another trainer holds it
 FLEET_LEASE = "/fleet/lease"  # POST: the trainer's heartbeat
 FLEET_HELD = "/fleet/held"  # GET 200: an interruption keeps all engines from serving, so the front sends data requests to the batch server
 FLEET_SERVING = "/fleet/serving"  # GET Serving: what the batch server needs to know of the fleet

@@ -170,6 +170,8 @@ class Record(Message):
     """Checksums that each engine reported before its first release, in a fleet that receives no weights."""
     callers_forbidden: bool = False
     """True if the coordinator may not watch pods and namespaces of the cluster, although ``spec.security`` selects callers there."""
+    holder: str = ""
+    """Caller of the trainer that holds the fleet, or held it last; empty: not known. An open update belongs to this caller."""
 
     def members(self, group: GroupRow) -> list[EngineRow]:
         """Return the engines of a process group of this record, in rank order."""

@@ -13,9 +13,10 @@ from sglang_rollout.coordinator.http import dialects
 from sglang_rollout.coordinator.http.app import CALLER, PARTS, fail, refuse
 from sglang_rollout.coordinator.update.control_calls import AT_ENGINES
 from sglang_rollout.coordinator.update.events import Send
+from sglang_rollout.coordinator.update.lease import is_holder
 from sglang_rollout.coordinator.update.requests import AtEngine, Call, Continue, NewRun, OpenGroup, Request
 from sglang_rollout.sglang.api import ControlCall
-from sglang_rollout.wire.ports import FLEET_ENGINES, FLEET_LEASE, FLEET_RUN, VERSION_HEADER
+from sglang_rollout.wire.ports import FLEET_CLAIM, FLEET_ENGINES, FLEET_LEASE, FLEET_RUN, VERSION_HEADER
 from sglang_rollout.wire.reasons import RefusedError, reason_phrase
 from sglang_rollout.wire.states import KEEPS_WEIGHTS, FleetMode
 
@@ -59,7 +60,11 @@ async def lease(request: web.Request) -> web.Response:
     body = dialects.parse(await request.read())
     parts = request.app[PARTS]
     fleet = parts.machine.fleet
-    group = fleet.groups.get(str(body.get("group_name")))
+    caller, group = str(request[CALLER]), fleet.groups.get(str(body.get("group_name")))
+    if is_holder(fleet, caller):
+        parts.driver.note_heartbeat()
+    elif group is None or group.author != caller:
+        raise RefusedError(f"{FLEET_LEASE}: another trainer holds this fleet: {fleet.holder}.", status=403)
     live = group is not None and fleet.is_live(group)
     return web.json_response(
         {"success": True, "message": "", "epoch": fleet.epoch, "group_open": live, "lease": fleet.policy.trainer_lease.ttl_seconds}
@@ -143,6 +148,7 @@ routes = [
     web.post(ControlCall.ABORT_REQUEST.path, abort_request),
     web.post(FLEET_LEASE, lease),
     web.post(FLEET_RUN, _handler(lambda body: NewRun())),
+    web.post(FLEET_CLAIM, _handler(dialects.claim)),
     web.post("/workers", add_worker),
     web.post("/add_worker", add_worker),
     web.post(ControlCall.UPDATE_TENSOR.path, refuse_one_process),

@@ -13,6 +13,8 @@ from typing import Any
 from sglang_rollout.coordinator.update.requests import (
     Answer,
     AtEngine,
+    Begin,
+    Claim,
     CloseGroup,
     Continue,
     End,
@@ -170,6 +172,14 @@ def flush(query: Mapping[str, str]) -> Flush:
     if not 0 <= timeout <= MAX_FLUSH_SECONDS:
         raise RefusedError(f"timeout {timeout:g} is out of range: use 0 to {MAX_FLUSH_SECONDS:g} seconds.")
     return Flush(timeout)
+
+
+def claim(body: Fields) -> Claim:
+    """``/fleet/claim``."""
+    take_over = body.get("take_over", False)
+    if not isinstance(take_over, bool):
+        raise RefusedError("take_over must be true or false.")
+    return Claim(take_over)
 
 
 def release_memory(body: Fields) -> ReleaseMemory:

@@ -16,7 +16,7 @@ from sglang_rollout.coordinator.update.events import Result
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.requests import Answer, Body
 from sglang_rollout.coordinator.update.steps import CHECKPOINT_MARGIN_SECONDS, same_body, send, send_and_mark_dirty, sync, turn
-from sglang_rollout.coordinator.update.verify import CHECKSUM, Checksums, checksums_of_holders
+from sglang_rollout.coordinator.update.verify import checksums_of_holders
 from sglang_rollout.coordinator.update.versions import order_key
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.sglang.checksums import CHECKSUM, Checksums

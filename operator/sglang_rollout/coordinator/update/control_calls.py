@@ -4,7 +4,7 @@
 
 1. ``prepare``: checks that may take long and change nothing. Other operations run meanwhile.
 2. Wait for the turn. Operations run one at a time, so the call meets the fleet in phase IDLE, PAUSE or TRANSFER (an update is open).
-3. If the call is not legal in this phase, refuse it, or abandon the open update first.
+3. If the call is not legal in this phase, refuse it, or abandon the open update first. No call joins the update of another trainer.
 4. Carry out the operation.
 
 Calls mean something else on a fleet that shares its GPUs with a trainer (``spec.mode``), and at the URL of one of its engines.
@@ -19,6 +19,7 @@ from typing import Any
 from sglang_rollout.coordinator.update import adapters, hybrid, memory, process_groups, sources, transaction
 from sglang_rollout.coordinator.update import requests as rq
 from sglang_rollout.coordinator.update.interruption import Cause
+from sglang_rollout.coordinator.update.lease import is_holder
 from sglang_rollout.coordinator.update.membership import engines_without_tensors, name_engines
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.outcome import abandon, last_reason
@@ -138,7 +139,13 @@ STANDALONE: Table = {
         Refuse("a weight update is open: end it before one from disk."),
         prepare=sources.check_checkpoint,
     ),
-    rq.LoadAdapter: Handler(adapters.load, NO_UPDATE, Refuse("a weight update is open: end it before adapters change.")),
+    rq.Claim: Handler(transaction.claim),
+    rq.LoadAdapter: Handler(
+        adapters.load,
+        NO_UPDATE,
+        Refuse("a weight update is open: end it before adapters change."),
+        prepare=adapters.check_adapter,
+    ),
     rq.UnloadAdapter: Handler(adapters.unload, NO_UPDATE, Refuse("a weight update is open: end it before adapters change.")),
     rq.ReleaseMemory: Handler(memory.release, NO_UPDATE, Refuse("a weight update is open: end it before memory is released.")),
     rq.ResumeMemory: Handler(memory.resume),

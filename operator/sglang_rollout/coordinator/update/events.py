@@ -54,6 +54,10 @@ class Asked:
     call: int
     request: Request
     at: float
+    caller: str = ""
+    """Who sends it; empty: not known."""
+    gone: str = ""
+    """The holder of the fleet, if it has no pods any more."""
 
 
 @dataclass(frozen=True)

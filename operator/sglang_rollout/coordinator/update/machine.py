@@ -36,10 +36,11 @@ from sglang_rollout.coordinator.update.events import (
     Written,
 )
 from sglang_rollout.coordinator.update.knowledge import Knowledge
+from sglang_rollout.coordinator.update.lease import find_refusal, is_holder, is_of_trainer
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.phases import Phase
-from sglang_rollout.coordinator.update.requests import Answer
-from sglang_rollout.coordinator.update.steps import COLLECTIVE, Operation, Results, Say, Turn, turn
+from sglang_rollout.coordinator.update.requests import Answer, Request
+from sglang_rollout.coordinator.update.steps import COLLECTIVE, Operation, Results, Say, Step, Turn, turn
 from sglang_rollout.coordinator.update.trainer import Trainer, probe_stores, trainer_stores
 from sglang_rollout.coordinator.update.upkeep import Upkeep
 from sglang_rollout.coordinator.update.versions import Committed
@@ -52,9 +53,14 @@ class _Running:
     """One operation that has not ended."""
 
     operation: Operation[Answer]
-    call: int | None
+    call: int | None = None
     """The request that it answers; None: the machine started it."""
+    request: Request | None = None
+    caller: str = ""
+    """Who sent the request."""
     waiting_for: int | None = None
+    wants_turn: bool = False
+    """True while it waits for its turn."""
     answered: bool = False
     left: bool = False
     """True if no client waits for its answer any more."""
@@ -65,6 +71,8 @@ class Machine:
 
     def __init__(self, *, name: str, term: int, record: Record | None, at: float, wall_offset: float = 0.0, new_id: str = "") -> None:
         self.fleet = Fleet(name, term, coordinator_id=new_id, weights=Committed(fleet_id=new_id), now=at, wall_offset=wall_offset)
+        if record is not None:
+            self.fleet.isolation, self.fleet.holder = record.isolation, record.holder
         self._knowledge = Knowledge(self.fleet, record, at)
         self._ids = itertools.count(1)
         self._running: dict[int, _Running] = {}
@@ -72,7 +80,7 @@ class Machine:
         self._queue: deque[_Running] = deque()
         """Operations that wait for their turn."""
         self._turn: _Running | None = None
-        self._trainer = Trainer(heard=at)
+        self._trainer = Trainer(heard=at, renewed=at)
         self._upkeep = Upkeep(self.fleet, self._knowledge, self._trainer)
         self._saved: Record | None = record
         self._postponed: Wanted | None = None
@@ -99,7 +107,7 @@ class Machine:
             case Asked():
                 self._asked(event)
             case Beat():
-                self._trainer.beat = event.at
+                self._trainer.beat = self._trainer.renewed = event.at
                 self._trainer.note_alive(event.at)
             case Left():
                 self._left(event.call)
@@ -137,7 +145,16 @@ class Machine:
             )
             self._out.append(Reply(event.call, Answer(503, message, code=RefusalCode.UNAVAILABLE)))
             return
-        self._start(_Running(control_calls.answer(self.fleet, event.request), event.call))
+        self._advance(_Running(control_calls.answer(self.fleet, event.request), event.call, event.request, event.caller), None)
+
+    def _note_call(self, event: Asked) -> None:
+        """Note what a call proves: that the trainer lives, and that the holder does."""
+        trainer = self._trainer
+        if is_of_trainer(self.fleet, event.request, event.caller):
+            trainer.heard = event.at
+            trainer.note_alive(event.at)
+        if is_holder(self.fleet, event.caller):
+            trainer.renewed = event.at
 
     def _left(self, call: int) -> None:
         """Drop a request that has not begun. One that has begun runs to its end, because engines cannot be called back."""
@@ -150,9 +167,6 @@ class Machine:
         if self._turn is not None and self._turn.call == call:
             self._turn.left = self._trainer.left = True
 
-    def _start(self, running: _Running) -> None:
-        self._advance(running, None)
-
     def _resume(self, effect: int, results: Results) -> None:
         running = self._running.pop(effect, None)
         self._with_trainer.discard(effect)
@@ -163,14 +177,14 @@ class Machine:
         """Run an operation until it waits for something or ends."""
         running.waiting_for = None
         try:
-            step = running.operation.send(results)
+            step = self._take_turn(running) if running.wants_turn else running.operation.send(results)
             while True:
                 if isinstance(step, Turn):
                     if self._turn is not None and self._turn is not running:
+                        running.wants_turn = True
                         self._queue.append(running)
                         return
-                    self._turn = running
-                    step = running.operation.send(None)
+                    step = self._take_turn(running)
                 elif isinstance(step, Say):
                     self._reply(running, step.answer)
                     step = running.operation.send(None)
@@ -206,8 +220,8 @@ class Machine:
     def _end(self, running: _Running, answer: Answer) -> None:
         self._reply(running, answer)
         self._knowledge.recompute()
-        if running.call is not None:
-            self._trainer.heard = self.fleet.now
+        if running.call is not None and is_holder(self.fleet, running.caller):
+            self._trainer.heard = self._trainer.renewed = self.fleet.now
         if self._turn is not running:
             return
         self._turn = None
@@ -226,14 +240,12 @@ class Machine:
                 self._knowledge.take_intent(self._postponed)
                 self._postponed = None
             self._knowledge.update()
-            self._trainer.waiting = self._client_waits()
+            self._note_waiting()
             own = self._upkeep.next_operation() if self.fleet.committed is not None else None
             if own is not None:
-                running = _Running(_with_turn(own), None)
+                running = _Running(_with_turn(own))
             elif self._queue:
                 running = self._queue.popleft()
-                # It has asked for its turn already.
-                self._turn = running
             else:
                 break
             self._advance(running, None)
@@ -248,20 +260,20 @@ class Machine:
                 return
             self.fleet.engines[name].is_catching_up = True
             self._knowledge.recompute()
-            self._advance(_Running(catch_up(self.fleet, name, found), None), None)
+            self._advance(_Running(catch_up(self.fleet, name, found)), None)
 
     def _watch_trainer(self) -> None:
         """Probe the store of a silent trainer. If it is gone, end the call that waits for it."""
         trainer = self._trainer
-        trainer.waiting = self._client_waits()
+        self._note_waiting()
         if self.fleet.transaction.joining is not None:
             trainer.others = frozenset()  # dead process groups are closed by then, and the new one may have the address of one of them
         if self.fleet.committed is not None and trainer.should_examine_pause(self.fleet):
             trainer.probing, trainer.examined_pause, trainer.others = True, self.fleet.pause, frozenset()
-            self._advance(_Running(self._find_other_trainers(), None), None)
+            self._advance(_Running(self._find_other_trainers()), None)
         elif self.fleet.committed is not None and trainer.should_probe(self.fleet):
             trainer.probing = True
-            self._advance(_Running(self._probe(), None), None)
+            self._advance(_Running(self._probe()), None)
         waiting = self._turn.waiting_for if self._turn is not None else None
         if trainer.gone and waiting is not None and waiting != self._cut and waiting in self._with_trainer:
             self._cut = waiting
@@ -272,6 +284,8 @@ class Machine:
         trainer, before = self._trainer, self._trainer.proofs
         reasons = await probe_stores(self.fleet, trainer.stores(self.fleet))
         trainer.probing = False
+        if not reasons:
+            trainer.renewed = self.fleet.now
         if not reasons or trainer.proofs > before:
             trainer.note_alive(self.fleet.now)
         else:
@@ -289,10 +303,12 @@ class Machine:
             self._trainer.others = frozenset(others)
         return Answer(200, f"{len(others)} stores belong to another trainer.")
 
-    def _client_waits(self) -> bool:
-        """Return True if the client of a call is there and has no answer yet."""
+    def _note_waiting(self) -> None:
+        """Note whether the client of a call is there and has no answer yet."""
         operations = [*self._running.values(), *self._queue]
-        return any(running.call is not None and not running.answered and not running.left for running in operations)
+        callers = [running.caller for running in operations if running.call is not None and not running.answered and not running.left]
+        self._trainer.waiting = bool(callers)
+        self._trainer.holder_waits = any(is_holder(self.fleet, caller) for caller in callers)
 
     def _save(self) -> None:
         record = self.fleet.record()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.requests import Answer, ReleaseMemory, ResumeMemory
 from sglang_rollout.coordinator.update.steps import Results, failures, results_by_engine, same_body, send, sync, write
-from sglang_rollout.coordinator.update.verify import CHECKSUM, checksums_of_holders
+from sglang_rollout.coordinator.update.verify import checksums_of_holders
 from sglang_rollout.sglang.api import MEMORY_TAGS, ControlCall, MemoryTag
 from sglang_rollout.sglang.checksums import CHECKSUM
 from sglang_rollout.wire.agent import AckRequest
@@ -41,6 +41,7 @@ async def release(fleet: Fleet, ask: ReleaseMemory, at: str | None = None) -> An
     for name in names:
         if results[name].ok:
             _note_released(fleet, name, [*fleet.engines[name].released, *tags])
+            fleet.hold()
     return _report(results, "release its memory", "Memory released on all engines.")
 
 

@@ -70,6 +70,14 @@ class Fleet:
     transaction: Transaction = field(default_factory=Transaction)
     callers_forbidden: bool = False
     """True if the coordinator may not watch callers of other namespaces, which ``spec.security`` selects."""
+    holder: str = ""
+    """Caller of the trainer that holds the fleet, or held it last; empty: not known."""
+    held_since: float = float("-inf")
+    """When the holder last opened something."""
+    gone: str = ""
+    """The holder of the fleet, if it had no pods when the last call arrived."""
+    caller: str = ""
+    """Caller of the operation that holds the turn; empty for operations of the coordinator's own."""
     now: float = 0.0
     """Time of the newest event."""
     wall_offset: float = 0.0
@@ -142,6 +150,10 @@ class Fleet:
     def why_not_generating(self) -> str:
         """Why no engine generates until the spec or a co-located trainer changes that; empty if nothing does."""
         return self.interruptions.why_not_generating(self.engines)
+
+    def hold(self) -> None:
+        """Make the caller of the current operation the holder: it has opened something, or claimed the fleet."""
+        self.holder, self.held_since = self.caller or self.holder, self.now
 
     def next_seq(self) -> int:
         """Return a sequence number that is higher than all before."""
@@ -269,4 +281,5 @@ class Fleet:
             released_at_engines={name: list(in_order(tags)) for name, tags in interruptions.at_engines.items() if name in self.engines},
             engine_checksums={name: noted for name, noted in weights.engine_checksums.items() if name in self.engines},
             callers_forbidden=self.callers_forbidden,
+            holder=self.holder,
         )

@@ -93,6 +93,14 @@ class NewRun:
 
 
 @dataclass(frozen=True)
+class Claim:
+    """``/fleet/claim``: the trainer holds the fleet from now on."""
+
+    take_over: bool = False
+    """True: although the lease of another trainer has not expired."""
+
+
+@dataclass(frozen=True)
 class ReleaseMemory:
     """``/release_memory_occupation``. No tags: all kinds."""
 
@@ -141,6 +149,7 @@ Call = (
     | Flush
     | SetLabel
     | NewRun
+    | Claim
     | FromDisk
     | ReleaseMemory
     | ResumeMemory

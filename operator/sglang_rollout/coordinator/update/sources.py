@@ -187,7 +187,8 @@ async def load_from_disk(fleet: Fleet, ask: FromDisk, checked: CheckedFolder) ->
     failed = await pause_for_update(fleet, boots)
     if failed is not None:
         return failed
-    update = fleet.transaction.update = OpenUpdate(dict(boots), fleet.now, ask.label or fleet.transaction.label)
+    update = fleet.transaction.update = OpenUpdate(dict(boots), fleet.now, ask.label or fleet.transaction.label, fleet.caller)
+    fleet.hold()
     if checked.is_compared or names is None:
         update.names_unknown, update.checkpoint = True, names
     else:

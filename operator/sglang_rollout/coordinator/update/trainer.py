@@ -39,10 +39,14 @@ class Trainer:
     """When its last heartbeat arrived."""
     reached_at: float = float("-inf")
     """When its store was last reached, or something else proved that it lives."""
+    renewed: float = float("-inf")
+    """When the holder of the fleet last proved that it lives. Calls of other trainers do not count."""
     left: bool = False
     """True if it closed the connection of a call that was under way."""
     waiting: bool = False
     """True while it waits for the answer to a call."""
+    holder_waits: bool = False
+    """True while the holder of the fleet waits for the answer to a call."""
     examined_pause: Interruption | None = None
     """The last pause for which the stores of other trainers were determined."""
     others: frozenset[str] = frozenset()

@@ -18,7 +18,7 @@ from sglang_rollout.coordinator.update.outcome import (
 from sglang_rollout.coordinator.update.phases import Phase
 from sglang_rollout.coordinator.update.phases import Update as OpenUpdate
 from sglang_rollout.coordinator.update.ranks import Group
-from sglang_rollout.coordinator.update.requests import Answer, Begin, Body, Continue, End, Flush, NewRun, Pause, SetLabel
+from sglang_rollout.coordinator.update.requests import Answer, Begin, Body, Claim, Continue, End, Flush, NewRun, Pause, SetLabel
 from sglang_rollout.coordinator.update.steps import GRACE_SECONDS, failures, results_by_engine, resume, same_body, send, send_and_mark_dirty
 from sglang_rollout.coordinator.update.verify import note_held_weights
 from sglang_rollout.coordinator.update.versions import newest
@@ -30,6 +30,8 @@ from sglang_rollout.wire.states import describe_state
 async def pause(fleet: Fleet, ask: Pause) -> Answer:
     """Pause all engines for the trainer, or none of them."""
     failed = await pause_all(fleet, Cause.TRAINER, ask.mode, ask.body)
+    if failed is None:
+        fleet.hold()
     return failed or Answer(200, "Generation paused successfully.", {"engines": list(fleet.up())})
 
 
@@ -211,6 +213,13 @@ async def new_run(fleet: Fleet, _ask: NewRun) -> Answer:
     last = newest(fleet.committed, fleet.weights.reserved)
     fleet.weights.next_run = (last.run if last is not None else 0) + 1
     return Answer(200, f"The next update opens run {fleet.weights.next_run}.", {"next_run": fleet.weights.next_run})
+
+
+async def claim(fleet: Fleet, _ask: Claim) -> Answer:
+    """Let the caller hold the fleet, and own the process groups that are open."""
+    fleet.hold()
+    fleet.membership.groups = {name: replace(group, author=fleet.holder) for name, group in fleet.groups.items()}
+    return Answer(200, f"The fleet is held by {fleet.holder or 'this caller'}.", {"holder": fleet.holder, **fleet.advice()})
 
 
 def find_group(fleet: Fleet, name: str | None) -> Group:

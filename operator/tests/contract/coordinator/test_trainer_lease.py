@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 
+from sglang_rollout.api.security_spec import ControlAccess, Security
 from sglang_rollout.api.weights_spec import OnLoss, TrainerLease
+from sglang_rollout.wire.access import CALLER_HEADER
 from sglang_rollout.wire.agent import AgentStatus, Nccl
-from sglang_rollout.wire.ports import AGENT_PREFLIGHT, FLEET_LEASE, FLEET_RUN
+from sglang_rollout.wire.ports import AGENT_PREFLIGHT, FLEET, FLEET_LEASE, FLEET_RUN
+from tests.contract.support.agent_pod import until
 from tests.contract.support.coordinator_process import Lab, fleet_lab
 
 UPDATE: dict[str, Any] = {"names": ["w"], "dtypes": ["float32"], "shapes": [[2]]}
@@ -38,6 +41,22 @@ async def test_the_answer_to_a_heartbeat_has_the_state_of_the_group(lab: Lab) ->
     await lab.serving(1)
     after = (await lab.post(FLEET_LEASE, {"group_name": "g"}))[2]
     assert (after["group_open"], after["epoch"] > body["epoch"]) == (False, True)
+
+
+async def test_a_heartbeat_of_another_caller_is_refused(lab: Lab) -> None:
+    elsewhere = {CALLER_HEADER: "192.0.2.7"}
+    lab.security = Security(control=ControlAccess.OPEN)
+    lab.write_intent()
+
+    async def is_open() -> bool:
+        async with lab.session.get(lab.url + FLEET, headers=elsewhere) as reply:
+            return reply.status == 200
+
+    await until(is_open, 30, "everyone may call")
+    await push(lab, "g", 1)
+    async with lab.session.post(lab.url + FLEET_LEASE, json={"group_name": "g"}, headers=elsewhere) as reply:
+        assert (reply.status, "another trainer holds this fleet: 127.0.0.1" in await reply.text()) == (403, True)
+    assert (await lab.post(FLEET_LEASE, {"group_name": "g"}))[0] == 200
 
 
 async def test_a_requested_run_begins_with_the_next_push(lab: Lab) -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from sglang_rollout.api.intent import Intent, WantedEngine
+from sglang_rollout.api.security_spec import Security, Signatures
 from sglang_rollout.api.weights_spec import Weights
 from sglang_rollout.coordinator.update import Machine
 from sglang_rollout.coordinator.update import requests as rq
@@ -57,6 +58,8 @@ class World:
         """Answers to syncs that the coordinator has not received yet, by agent."""
         self.answers: dict[int, Answer] = {}
         self.calls = 0
+        self.gone = ""
+        """The holder of the fleet, if it has no pods any more."""
         self.acked: dict[tuple[tuple[int, int], tuple[str, ...]], set[str]] = {}
         """Engines that acknowledged a version, by version and cohort."""
         self.required_acks: dict[tuple[tuple[int, int], tuple[str, ...]], int] = {}
@@ -79,6 +82,11 @@ class World:
         self.state = FleetState.ACTIVE
         """``spec.state``."""
         self.adapters: list[Adapter] | None = None
+        self.paths: list[str] = []
+        """``spec.security.paths``."""
+        self.uid = ""
+        self.signatures: Signatures | None = None
+        """``spec.security.signatures``."""
         self.base: int | None = None
         self.mode: FleetMode | None = None
         self.start()
@@ -105,6 +113,8 @@ class World:
             state=self.state,
             adapters=self.adapters,
             mode=self.mode,
+            uid=self.uid,
+            security=Security(paths=self.paths, signatures=self.signatures),
         )
         self.feed(Wanted(intent, frozenset(engine.name for engine in self.engines), self.now))
 
@@ -204,9 +214,9 @@ class World:
         present = [agent for agent in self.agents.values() if agent.name in wanted]
         return [agent.name for agent in present if agent.committed and order_key(agent.committed) >= order_key(version)]
 
-    def ask(self, request: Request) -> int:
+    def ask(self, request: Request, caller: str = "") -> int:
         self.calls += 1
-        self.feed(Asked(self.calls, request, self.now))
+        self.feed(Asked(self.calls, request, self.now, caller, self.gone))
         return self.calls
 
     def disconnect(self, call: int) -> None:
@@ -302,9 +312,9 @@ class World:
         for _ in range(6):
             self.run_round()
 
-    def do(self, request: Request) -> Answer:
+    def do(self, request: Request, caller: str = "") -> Answer:
         """Make a request and let every call succeed."""
-        call = self.ask(request)
+        call = self.ask(request, caller)
         self.drain()
         return self.answers[call]
 

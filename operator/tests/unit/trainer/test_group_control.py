@@ -6,13 +6,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from sglang_rollout.trainer import GroupFailed, group_control
+from sglang_rollout.sglang.api import ControlCall
+from sglang_rollout.trainer import FleetRefused, GroupFailed, group_control
 from sglang_rollout.trainer.calls import Deadline, Http
-from sglang_rollout.trainer.group_control import GroupControl, Heartbeat
+from sglang_rollout.trainer.group_control import GroupControl, Heartbeat, open_process_group
 from sglang_rollout.wire.ports import FLEET_LEASE
 from sglang_rollout.wire.trainer import FleetDocument
 from tests.unit.trainer.support.scripted_fleet import FakeFleet, Reply, document
@@ -87,6 +88,21 @@ def test_opening_is_repeated_only_after_a_temporary_failure(control: ScriptedCon
     assert control.group is None
 
 
+class NoRendezvous:
+    """A rendezvous in which no engine arrives."""
+
+    host, port, name, world_size, backend = "10.0.0.1", 29500, "g", 3, "gloo"
+
+    def facts(self) -> dict[str, Any]:
+        return {}
+
+    def join(self) -> None:
+        raise OSError("no engine joined")
+
+    def abort(self) -> None:
+        """End nothing."""
+
+
 def test_a_refusal_has_the_code_of_the_fleet(fake: FakeFleet) -> None:
     fake.replies["/pause_generation"] = (403, {"success": False, "message": "not allowed", "code": "Forbidden"})
     with pytest.raises(FleetRefused) as caught:
@@ -128,6 +144,20 @@ def test_heartbeats_name_the_group_and_continue_after_a_refusal(fake: FakeFleet)
     with heartbeat(fake, 0.15):
         assert third.wait(30)
     assert {body["group_name"] for path, body in fake.calls if path == FLEET_LEASE} == {"g"}
+
+
+def test_a_lost_lease_is_reported_once(fake: FakeFleet, caplog: pytest.LogCaptureFixture) -> None:
+    third = threading.Event()
+
+    def answer(_: dict[str, object]) -> Reply:
+        if fake.counts[FLEET_LEASE] >= 3:
+            third.set()
+        return 403, {"success": False, "message": "another trainer holds this fleet: ml/Job/ben."}
+
+    fake.replies[FLEET_LEASE] = answer
+    with heartbeat(fake, 0.15):
+        assert third.wait(30)
+    assert len([record for record in caplog.records if "ml/Job/ben" in record.getMessage() and record.levelname == "WARNING"]) == 1
 
 
 def test_no_heartbeat_is_sent_after_stop(fake: FakeFleet) -> None:
