@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from sglang_rollout.coordinator.callers.check import CallerCheck
 from sglang_rollout.coordinator.callers.pods import Caller
 from sglang_rollout.coordinator.driver import Driver
 from sglang_rollout.coordinator.engine_infos import EngineInfos
+from sglang_rollout.coordinator.http.audit import CLIENT_LEFT, AuditLog
 from sglang_rollout.coordinator.metrics import Metrics
 from sglang_rollout.coordinator.smg import SmgWorkers
 from sglang_rollout.coordinator.update.machine import Machine
@@ -58,6 +60,7 @@ class Parts:
 
 
 PARTS = web.AppKey("parts", Parts)
+AUDIT = web.AppKey("audit", AuditLog)
 CALLER = web.RequestKey("caller", Caller)
 """Who sends a request."""
 
@@ -84,13 +87,18 @@ BODY_SECONDS = 60.0
 @web.middleware
 async def check_caller(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Refuse a caller before its body is read, without a call to another process."""
-    verdict = await request.app[PARTS].callers.check(request.path, request.headers, request.remote)
-    if isinstance(verdict, Refusal):
-        answer: web.StreamResponse = _refuse_caller(request, verdict)
-    else:
-        request[CALLER] = verdict
-        answer = await handler(request)
-    return answer
+    began, status, version = time.monotonic(), CLIENT_LEFT, None
+    try:
+        verdict = await request.app[PARTS].callers.check(request.path, request.headers, request.remote)
+        if isinstance(verdict, Refusal):
+            answer: web.StreamResponse = _refuse_caller(request, verdict)
+        else:
+            request[CALLER] = verdict
+            answer = await handler(request)
+        status, version = answer.status, answer.headers.get(VERSION_HEADER)
+        return answer
+    finally:
+        request.app[AUDIT].note(request, request.get(CALLER), status, time.monotonic() - began, version)
 
 
 def _refuse_caller(request: web.Request, refusal: Refusal) -> web.Response:
@@ -187,10 +195,16 @@ def _unknown_path(request: web.Request) -> str:
     )
 
 
+async def _end_audit(app: web.Application) -> None:
+    app[AUDIT].write_omitted()
+
+
 def make_app(parts: Parts, routes: Iterable[web.RouteDef]) -> web.Application:
     """Return the application with these routes and the metrics."""
     app = web.Application(middlewares=[check_caller, handle_errors], client_max_size=MAX_BODY_BYTES)
     app[PARTS] = parts
+    app[AUDIT] = AuditLog()
+    app.on_cleanup.append(_end_audit)
     app.router.add_get(FLEET_METRICS, make_aiohttp_handler(parts.metrics.registry))
     app.add_routes(routes)
     return app

@@ -1,0 +1,101 @@
+"""The audit log: one line of JSON for each control call and each read of weights, never with a body or a header.
+
+Refused calls get a limited number of lines for each address, so that a flood fills no log. One line then has the number of the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections import Counter
+
+from aiohttp import web
+
+from sglang_rollout.coordinator.callers.pods import Caller
+from sglang_rollout.wire.access import CALLER_HEADER, POD_PATHS, PathKind, kind_of_path
+from sglang_rollout.wire.ports import FLEET, FLEET_LEASE
+
+audit = logging.getLogger("sglang_rollout.audit")
+
+CLIENT_LEFT = 499
+"""Status of a call whose client closed its connection. The operation runs to its end."""
+WINDOW_SECONDS = 60.0
+"""Time for which refused calls are counted."""
+MAX_REFUSED_LINES = 20
+"""Lines in that time about refused calls from one address."""
+MAX_ADDRESSES = 100
+"""Addresses that are counted one by one. All other addresses are counted together."""
+OTHERS = "others"
+MAX_PATH_CHARACTERS = 200
+MAX_ADDRESS_CHARACTERS = 64
+
+_NOT_AUDITED = frozenset({FLEET, FLEET_LEASE, *POD_PATHS})
+"""Control paths that trainers and the router pod call again and again, and that change nothing. Refused calls get a line."""
+
+
+class RefusedCalls:
+    """Counts refused calls by address."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+
+    def count(self, address: str) -> bool:
+        """Count a call. Returns True if it gets a line of its own."""
+        key = address if address in self._counts or len(self._counts) < MAX_ADDRESSES else OTHERS
+        self._counts[key] += 1
+        return self._counts[key] <= MAX_REFUSED_LINES
+
+    def take_omitted(self) -> dict[str, int]:
+        """Return the number of calls without a line by address, and start again from zero."""
+        omitted = {address: count - MAX_REFUSED_LINES for address, count in self._counts.items() if count > MAX_REFUSED_LINES}
+        self._counts.clear()
+        return omitted
+
+
+class AuditLog:
+    """Writes the lines."""
+
+    def __init__(self) -> None:
+        self._refused = RefusedCalls()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def note(self, request: web.Request, caller: Caller | None, status: int, seconds: float, version: str | None) -> None:
+        """Write a line about a call that has ended.
+
+        Args:
+            request: The call.
+            caller: Who sent it; None: it was refused, or its client left before it was allowed.
+            status: Status of the answer.
+            seconds: Duration.
+            version: Label of the version that the fleet serves after the call; None: the answer does not say.
+        """
+        if kind_of_path(request.path) is not PathKind.CONTROL or (caller is not None and request.path in _NOT_AUDITED):
+            return
+        address = request.headers.get(CALLER_HEADER, request.remote or "")[:MAX_ADDRESS_CHARACTERS]
+        if caller is None and not self._count_refused(address):
+            return
+        line = {
+            "method": request.method,
+            "path": request.path[:MAX_PATH_CHARACTERS],
+            "address": address,
+            "caller": str(caller) if caller is not None else None,
+            "serviceAccount": caller.service_account if caller is not None else None,
+            "status": status,
+            "milliseconds": round(seconds * 1000),
+            "version": version,
+        }
+        audit.info("%s", json.dumps(line))
+
+    def _count_refused(self, address: str) -> bool:
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(WINDOW_SECONDS, self.write_omitted)
+        return self._refused.count(address)
+
+    def write_omitted(self) -> None:
+        """Write how many refused calls got no line, by address, and start again from zero."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        for address, count in self._refused.take_omitted().items():
+            audit.info("%s", json.dumps({"address": address, "caller": None, "omittedRefusals": count}))
