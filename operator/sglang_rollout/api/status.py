@@ -17,6 +17,7 @@ from sglang_rollout.api.schema import ApiModel, map_list
 MAX_ENGINE_ROWS = 64
 """Engines that status lists. ``GET /fleet`` lists all of them."""
 
+MAX_AUTHOR = 768
 MAX_ADAPTERS = 128
 MAX_ADAPTER_NAME = 256
 MAX_ADAPTER_PATH = 4096
@@ -109,6 +110,16 @@ class LastUpdate(ApiModel):
     """Duration of each phase in milliseconds."""
     engines: int = 0
     """Engines that committed the version."""
+    author: str = Field(default="", max_length=MAX_AUTHOR)
+    """Caller whose update it was: `namespace/owner`, for example `ml/Job/train`. Empty if it is not known."""
+    author: str = Field(default="", max_length=MAX_AUTHOR)
+    """Caller whose update it was; empty if it is not known."""
+    outcome: str = Field(max_length=32)
+    """`Committed`, `Partial`, `Failed` or `Aborted`, as in `lastUpdate`."""
+    finished: str = Field(json_schema_extra={"format": "date-time"})
+    """When the update ended."""
+    milliseconds: int | None = None
+    """Duration from the first pause or call to the end; absent if it is not known."""
 
 
 class WeightsStatus(ApiModel):
@@ -116,6 +127,9 @@ class WeightsStatus(ApiModel):
 
     committed_version: str = Field(max_length=256)
     """Version that the fleet serves: `base` (the weights at `model.path`) or the trainer's label."""
+    author: str | None = Field(default=None, max_length=MAX_AUTHOR)
+    """Caller that pushed the committed version: `namespace/owner`, for example `ml/Job/train`. Absent for `base`, and if it is not
+    known."""
     run: int = 0
     """Run of the committed version. It grows when a trainer starts over; 0 before the first update."""
     step: int = 0

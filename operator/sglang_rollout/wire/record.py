@@ -84,6 +84,8 @@ class LastUpdate(Message):
     """Milliseconds per phase: pause, transfer, commit, resume, total."""
     engines: list[str] = Field(default_factory=list)
     """The engines that committed."""
+    author: str = ""
+    """Caller whose update it was: ``namespace/owner``; empty: not known."""
 
 
 class EngineChecksums(Message):
@@ -113,6 +115,8 @@ class GroupRow(_Group):
 
     places: list[int]
     """Indexes of the members in the record's engines, in rank order."""
+    author: str = ""
+    """Caller that opened the process group; empty: not known."""
 
 
 class OnDisk(Message):
@@ -131,6 +135,8 @@ class Record(Message):
     term: int
     epoch: int
     committed: Version
+    author: str = ""
+    """Caller that pushed the committed version; empty: not known, or no caller did."""
     intent_generation: int = 0
     """Generation of the intent that the coordinator has applied."""
     engines: list[EngineRow] = Field(default_factory=list)

@@ -10,6 +10,7 @@ from sglang_rollout.api.status import (
     MAX_ADAPTER_NAME,
     MAX_ADAPTER_PATH,
     MAX_ADAPTERS,
+    MAX_AUTHOR,
     MAX_ENGINE_ROWS,
     AdapterStatus,
     Endpoints,
@@ -100,6 +101,7 @@ def _build_weights(fleet: FleetView) -> WeightsStatus | None:
     serving = sorted({(row.version.run, row.version.step): row.version for row in record.engines if row.gate_open and row.version}.items())
     return WeightsStatus(
         committed_version=format_version(record.committed),
+        author=record.author[:MAX_AUTHOR] or None,
         run=record.committed.run,
         step=record.committed.step,
         epoch=record.epoch,

@@ -120,6 +120,10 @@ def _weight_events(old: Status, new: Status) -> Iterator[EventToPost]:
             yield EventToPost("Normal", "NewRun", message, "NewRun")
         message = f"The fleet serves version {committed} (run {after['run']})."
         yield EventToPost("Normal", "WeightsCommitted", message, "WeightsCommitted")
+    earlier, author = before.get("author"), after.get("author")
+    if earlier and author and earlier != author:
+        message = f"{author} pushed version {committed}; {earlier} pushed version {before['committedVersion']}."
+        yield EventToPost("Normal", "AuthorChanged", message, "AuthorChanged")
     last = after.get("lastUpdate")
     if last and last != before.get("lastUpdate"):
         yield from _update_events(last)

@@ -45,6 +45,8 @@ class Interruption:
     """Engines that were paused."""
     since: float = 0.0
     """When it began."""
+    author: str = ""
+    """Caller of the trainer that began it; empty: not known, or no trainer did."""
 
 
 @dataclass

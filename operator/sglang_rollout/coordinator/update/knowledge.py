@@ -318,5 +318,5 @@ def _surviving_groups(record: Record | None, statuses: Sequence[AgentStatus]) ->
             if boot is not None and status is not None and status.boot_id == boot and row.name in status.groups:
                 members[engine.name] = boot
         if members and len(members) == len(row.places):
-            found[row.name] = Group(row.name, row.epoch, row.world_size, row.master, row.backend, members)
+            found[row.name] = Group(row.name, row.epoch, row.world_size, row.master, row.backend, members, row.author)
     return found

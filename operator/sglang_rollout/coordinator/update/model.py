@@ -195,9 +195,15 @@ class Fleet:
             raise RuntimeError("no update is open")
         return self.update
 
-    def commit(self, version: Version) -> None:
-        """Make this the committed version."""
-        self.weights.commit(version, self.policy.max_staleness or 0)
+    def commit(self, version: Version, author: str, signed: SignedVersion | None) -> None:
+        """Make this the committed version.
+
+        Args:
+            version: The version.
+            author: The caller that pushed it; empty: not known, or no caller did.
+            signed: The version as its trainer signed it; None: it was not signed.
+        """
+        self.weights.commit(version, author, self.policy.max_staleness or 0, signed)
 
     def tolerated(self) -> list[Version]:
         """Return the older versions that may be served."""
@@ -261,6 +267,7 @@ class Fleet:
             term=self.term,
             epoch=self.epoch,
             committed=weights.version,
+            author=weights.author,
             intent_generation=self.generation,
             engines=[engine.row(room) for engine in self.engines.values()],
             joined=[group.row(places) for group in self.groups.values()],

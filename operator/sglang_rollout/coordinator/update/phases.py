@@ -102,6 +102,8 @@ class Update:
     """The engines that take part, and their boot IDs."""
     started: float
     label: str | None = None
+    author: str = ""
+    """Caller that opened it; empty: not known."""
     trainer_session: bool = False
     """True if the trainer opened the session, and ends it; False if the coordinator did for a trainer that knows no sessions."""
     data: set[str] = field(default_factory=set)

@@ -159,6 +159,8 @@ class Group:
     backend: str
     boots: Mapping[str, str]
     """Members in rank order, and the boot ID with which each joined. A new process of the same engine is no member."""
+    author: str = ""
+    """Caller that opened it; empty: not known."""
 
     def shown(self) -> FleetGroup:
         """Return the process group for the discovery document."""
@@ -166,7 +168,7 @@ class Group:
 
     def row(self, places: Mapping[str, int]) -> GroupRow:
         """Return the process group for the record, where its engines have these places."""
-        return GroupRow(places=[places[name] for name in self.boots], **self._facts())
+        return GroupRow(places=[places[name] for name in self.boots], author=self.author, **self._facts())
 
     def _facts(self) -> dict[str, Any]:
         return {"name": self.name, "epoch": self.epoch, "world_size": self.world_size, "master": self.master, "backend": self.backend}

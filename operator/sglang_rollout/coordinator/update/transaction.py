@@ -44,7 +44,7 @@ async def pause_all(fleet: Fleet, cause: Cause, mode: str | None, body: Body) ->
     # Engines whose memory is released are paused already.
     failed = await _pause_engines(fleet, [name for name in names if not fleet.engines[name].released], names, body)
     if failed is None:
-        fleet.interruptions.begin(Interruption(cause, mode=mode, engines=tuple(names), since=fleet.now))
+        fleet.interruptions.begin(Interruption(cause, mode=mode, engines=tuple(names), since=fleet.now, author=fleet.caller))
     return failed
 
 

@@ -147,6 +147,8 @@ class Committed:
 
     version: Version | None = None
     """None until a restarted coordinator has proved what is committed."""
+    author: str = ""
+    """Caller that pushed the version; empty: not known, or no caller did."""
     history: list[Version] = field(default_factory=list)
     """Versions that may be served, oldest first; the committed one is the last."""
     checksums: dict[int, tuple[str, ...]] = field(default_factory=dict)
