@@ -32,6 +32,7 @@ from sglang_rollout.coordinator.metrics import Metrics as CoordinatorMetrics
 from sglang_rollout.coordinator.update.phases import TRANSITIONS, Phase
 from sglang_rollout.wire import Message
 from sglang_rollout.wire.reasons import GateReason
+from sglang_rollout.wire.record import UpdateReason
 from sglang_rollout.wire.trainer import FleetDocument, FleetMember
 
 TARGET = Path(__file__).parent / "_generated"
@@ -209,6 +210,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "condition-types.md": lambda: codes(ConditionType),
     "condition-reasons.md": condition_reasons,
     "gate-reasons.md": lambda: codes(GateReason),
+    "update-reasons.md": lambda: codes(UpdateReason),
     "update-phases.md": update_phases,
     "fleet-document.md": lambda: message_fields(FleetDocument),
     "fleet-member.md": lambda: message_fields(FleetMember),

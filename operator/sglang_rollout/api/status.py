@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from sglang_rollout.api.schema import ApiModel, map_list
+from sglang_rollout.wire.record import MAX_RECENT_CHARACTERS, MAX_RECENT_UPDATES
 
 MAX_ENGINE_ROWS = 64
 """Engines that status lists. ``GET /fleet`` lists all of them."""
@@ -112,6 +113,11 @@ class LastUpdate(ApiModel):
     """Engines that committed the version."""
     author: str = Field(default="", max_length=MAX_AUTHOR)
     """Caller whose update it was: `namespace/owner`, for example `ml/Job/train`. Empty if it is not known."""
+class RecentUpdate(ApiModel):
+    """One of the last weight updates."""
+
+    version: str = Field(max_length=256)
+    """Version that the update was to commit."""
     author: str = Field(default="", max_length=MAX_AUTHOR)
     """Caller whose update it was; empty if it is not known."""
     outcome: str = Field(max_length=32)
@@ -120,6 +126,10 @@ class LastUpdate(ApiModel):
     """When the update ended."""
     milliseconds: int | None = None
     """Duration from the first pause or call to the end; absent if it is not known."""
+    bytes: int | None = None
+    """Bytes of the tensors that were sent. Absent if they are not known, as for handles of GPU memory."""
+    message: str = Field(default="", max_length=MAX_RECENT_CHARACTERS)
+    """Why, as a sentence. Long sentences are cut."""
 
 
 class WeightsStatus(ApiModel):
@@ -148,6 +158,8 @@ class WeightsStatus(ApiModel):
     """Engines that are up without the committed version."""
     last_update: LastUpdate | None = None
     """The last weight update that ended."""
+    recent_updates: list[RecentUpdate] | None = Field(default=None, max_length=MAX_RECENT_UPDATES)
+    """The last 10 weight updates that ended, the newest first; absent before the first."""
 
 
 class AdapterStatus(ApiModel):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Self
 
 from pydantic import Field
 
@@ -71,8 +72,43 @@ class UpdateOutcome(StrEnum):
     """The update was given up before any engine received weights; nothing has changed."""
 
 
-class LastUpdate(Message):
-    """The last weight update that ended."""
+class UpdateReason(StrEnum):
+    """Why a weight update did not commit on all engines, or how its commit became known."""
+
+    ENGINE_FAILED = "EngineFailed"
+    """An engine refused or failed a call of the update, or did not answer it."""
+    ENGINE_LOST = "EngineLost"
+    """An engine was restarted or lost in the middle of the update."""
+    INCOMPLETE = "Incomplete"
+    """An engine did not receive all tensors of the version."""
+    VERIFICATION_FAILED = "VerificationFailed"
+    """An engine holds other weights than the trainer or the other engines (`weights.verify`)."""
+    UNEXPECTED_CALL = "UnexpectedCall"
+    """The trainer made a call that its open update does not allow: for example, it began again."""
+    TAKEN_OVER = "TakenOver"
+    """Another trainer took the fleet over."""
+    TRAINER_LOST = "TrainerLost"
+    """The trainer is gone, was silent, or took too long (`weights.deadlines`)."""
+    ASLEEP = "Asleep"
+    """`spec.state` became `Asleep`."""
+    COORDINATOR_RESTARTED = "CoordinatorRestarted"
+    """The coordinator was restarted in the middle of the update. A commit was proved afterwards by the engines."""
+    OTHER = "Other"
+    """A code of another release that this release does not know."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> Self:
+        return cls("Other")
+
+
+MAX_RECENT_UPDATES = 10
+"""Updates that the record and ``status`` list."""
+MAX_RECENT_CHARACTERS = 256
+"""Longest message of an update in that list."""
+
+
+class EndedUpdate(Message):
+    """A weight update that ended."""
 
     version: Version
     outcome: UpdateOutcome
@@ -86,6 +122,15 @@ class LastUpdate(Message):
     """The engines that committed."""
     author: str = ""
     """Caller whose update it was: ``namespace/owner``; empty: not known."""
+    bytes: int | None = None
+    """Bytes of the tensors that were sent; None: not known, as for handles of GPU memory."""
+    reason: UpdateReason | None = None
+    """Why the update did not commit on all engines, as a code; None: it did."""
+    def shortened(self) -> EndedUpdate:
+        """Return the update as the list of recent updates has it: a short message, and no engines."""
+        message = self.message if len(self.message) <= MAX_RECENT_CHARACTERS else f"{self.message[: MAX_RECENT_CHARACTERS - 1]}…"
+        total = {phase: spent for phase, spent in self.phases_ms.items() if phase == "total"}
+        return self.model_copy(update={"message": message, "phases_ms": total, "engines": []})
 
 
 class EngineChecksums(Message):
@@ -142,7 +187,9 @@ class Record(Message):
     engines: list[EngineRow] = Field(default_factory=list)
     joined: list[GroupRow] = Field(default_factory=list)
     """Open process groups. A restarted coordinator continues with the groups whose members kept their boot IDs."""
-    last_update: LastUpdate | None = None
+    last_update: EndedUpdate | None = None
+    earlier_updates: list[EndedUpdate] = Field(default_factory=list)
+    """The updates before the last one, newest first."""
     history: list[Version] = Field(default_factory=list)
     """Versions of this run that may be served, oldest first: the committed version and the versions that the policy tolerates."""
     reserved: Version | None = None
@@ -182,6 +229,11 @@ class Record(Message):
     def members(self, group: GroupRow) -> list[EngineRow]:
         """Return the engines of a process group of this record, in rank order."""
         return [self.engines[place] for place in group.places]
+
+    @property
+    def recent_updates(self) -> list[EndedUpdate]:
+        """The last updates that ended, newest first."""
+        return [update for update in (self.last_update, *self.earlier_updates) if update is not None][:MAX_RECENT_UPDATES]
 
     @property
     def has_released_memory(self) -> bool:

@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field
 from sglang_rollout.wire import Message
 from sglang_rollout.wire.agent import Nccl
 from sglang_rollout.wire.ports import WIRE_VERSION
-from sglang_rollout.wire.record import AdapterRow, EngineRow, FleetGroup, LastUpdate
+from sglang_rollout.wire.record import AdapterRow, EndedUpdate, EngineRow, FleetGroup
 from sglang_rollout.wire.states import FleetState, Version
 
 
@@ -61,7 +61,7 @@ class FleetDocument(Message):
     """Open process groups."""
     phase: str = "idle"
     """Phase of the current update, or ``idle``."""
-    last_update: LastUpdate | None = None
+    last_update: EndedUpdate | None = None
     """The last update that ended."""
     urls: dict[str, str] = Field(default_factory=dict)
     """URLs of the fleet: ``control`` serves all calls, ``data`` at least requests for tokens."""

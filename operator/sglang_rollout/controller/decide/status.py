@@ -19,6 +19,7 @@ from sglang_rollout.api.status import (
     LastUpdate,
     PrefetchStatus,
     Reason,
+    RecentUpdate,
     RolloutStatus,
     WeightsStatus,
     conditions,
@@ -31,9 +32,9 @@ from sglang_rollout.controller.decide.pods import Pod, TroubleKind, describe_end
 from sglang_rollout.controller.decide.view import FleetView, holds_committed
 from sglang_rollout.controller.render import names
 from sglang_rollout.kube.resources import Object
-from sglang_rollout.wire.ports import FLEET, FRONT_PORT
+from sglang_rollout.wire.ports import FLEET
 from sglang_rollout.wire.reasons import end_sentence
-from sglang_rollout.wire.record import Record
+from sglang_rollout.wire.record import EndedUpdate, Record
 from sglang_rollout.wire.states import Version
 
 _MAX_MESSAGE_CHARACTERS = 2000
@@ -110,16 +111,34 @@ def _build_weights(fleet: FleetView) -> WeightsStatus | None:
         newest_serving=format_version(serving[-1][1]) if serving else None,
         skew=_count_newer(record, serving[0][1]) if serving else 0,
         stale=sum(row.boot_id is not None and not holds_committed(record, row) for row in record.engines),
-        last_update=None
-        if last is None
-        else LastUpdate(
-            version=format_version(last.version),
-            outcome=last.outcome.value,
-            message=last.message,
-            finished=last.finished,
-            phases_ms=last.phases_ms,
-            engines=len(last.engines),
-        ),
+        last_update=_build_last_update(last) if last is not None else None,
+        recent_updates=[_build_recent_update(update) for update in record.recent_updates] or None,
+    )
+
+
+def _build_last_update(last: EndedUpdate) -> LastUpdate:
+    return LastUpdate(
+        version=format_version(last.version),
+        outcome=last.outcome.value,
+        message=last.message,
+        finished=last.finished,
+        phases_ms=last.phases_ms,
+        engines=len(last.engines),
+        author=last.author[:MAX_AUTHOR],
+        signed_by=last.signed_by,
+    )
+
+
+def _build_recent_update(update: EndedUpdate) -> RecentUpdate:
+    return RecentUpdate(
+        version=format_version(update.version),
+        author=update.author[:MAX_AUTHOR],
+        outcome=update.outcome.value,
+        finished=update.finished,
+        milliseconds=update.phases_ms.get("total"),
+        bytes=update.bytes,
+        reason=update.reason.value if update.reason is not None else "",
+        message=update.shortened().message,
     )
 
 

@@ -28,6 +28,7 @@ from sglang_rollout.coordinator.update.ranks import DEFAULT_GROUP_NAME
 from sglang_rollout.coordinator.update.steps import Operation, turn
 from sglang_rollout.sglang.api import MemoryTag
 from sglang_rollout.wire.reasons import RefusedError
+from sglang_rollout.wire.record import UpdateReason
 from sglang_rollout.wire.states import BY_HANDLES, KEEPS_WEIGHTS, FleetMode
 
 ANY = frozenset({Phase.IDLE, Phase.PAUSE, Phase.TRANSFER})
@@ -253,7 +254,9 @@ def _require_engine(fleet: Fleet, at: str | None) -> None:
 
 
 async def _apply_rule(fleet: Fleet, handler: Handler, call: rq.Call, at: str | None) -> None:
-    """Refuse a call that is not legal now, or abandon the open update first."""
+    """Refuse a call that is not legal now, or abandon the open update first. An update of another trainer is always abandoned."""
+    if fleet.update is not None and not is_holder(fleet, fleet.caller):
+        await abandon(fleet, UpdateReason.TAKEN_OVER, "another trainer took the fleet over")
     if fleet.phase in handler.legal or (handler.exception is not None and handler.exception(fleet, call, at)):
         return
     words = {"engine": at, "rest": name_engines(engines_without_tensors(fleet)), "last": last_reason(fleet)}
@@ -261,6 +264,6 @@ async def _apply_rule(fleet: Fleet, handler: Handler, call: rq.Call, at: str | N
         case Refuse(message, status):
             raise RefusedError(message.format(**words), status=status, fleet=fleet.advice())
         case Abandon(reason):
-            await abandon(fleet, reason.format(**words))
+            await abandon(fleet, UpdateReason.UNEXPECTED_CALL, reason.format(**words))
         case None:
             raise RuntimeError(f"{type(call).__name__} has no rule for phase {fleet.phase}")

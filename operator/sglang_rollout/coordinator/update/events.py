@@ -30,6 +30,8 @@ class Result:
     """One checksum per rank, if the reply was one of ``/weights_checker``."""
     digest: str | None = None
     """What distinguishes the contents of a checkpoint, if the reply was about one."""
+    bytes: int | None = None
+    """Bytes of all tensors of a checkpoint, if the reply was about one."""
     names: frozenset[str] | None = None
     """The tensors of a checkpoint, if the reply was about one and names were asked for."""
     shapes: Mapping[str, list[int] | None] | None = None

@@ -35,6 +35,7 @@ from sglang_rollout.coordinator.update.steps import PATIENCE_SECONDS, SLOWEST_FA
 from sglang_rollout.coordinator.update.transaction import open_sessions
 from sglang_rollout.sglang.api import ControlCall, MemoryTag
 from sglang_rollout.wire.reasons import RefusedError
+from sglang_rollout.wire.record import UpdateReason
 from sglang_rollout.wire.states import EngineState
 
 
@@ -58,12 +59,14 @@ async def receive(fleet: Fleet, ask: Tensors, name: str, _checked: None) -> Answ
         return failed
     update = fleet.require_update()
     if ask.label and update.label and ask.label != update.label:
-        return await fail_update(fleet, f"engine {name} was sent version {ask.label}, and others version {update.label}", engine=name)
+        why = f"engine {name} was sent version {ask.label}, and others version {update.label}"
+        return await fail_update(fleet, UpdateReason.UNEXPECTED_CALL, why, engine=name)
     body = keep_cache_in_place(fleet, ask.body)
     results = await deliver(fleet, Delivery(ControlCall.UPDATE_TENSOR.path, {name: body}, ask.label))
     result = results[name]
     if not result.ok:
-        return await fail_update(fleet, f"engine {name} did not take the tensors: {result.message}", results, engine=name)
+        why = f"engine {name} did not take the tensors: {result.message}"
+        return await fail_update(fleet, UpdateReason.ENGINE_FAILED, why, results, engine=name)
     update.names_unknown = True
     status = fleet.engines[name].status
     # The trainer does not have memory that the engine has not released by now, whatever was called or refused before.
@@ -131,7 +134,7 @@ async def _refuse_lost_part(fleet: Fleet, name: str) -> Answer | None:
         return None
     why = f": {last.message.rstrip('.')}" if last is not None and last.message else ""
     if update is not None:
-        await abandon(fleet, f"engine {name} has lost its part of the push")
+        await abandon(fleet, UpdateReason.ENGINE_LOST, f"engine {name} has lost its part of the push")
     message = f"engine {name} holds part of an update that was given up{why}. Send all tensors again, to every engine."
     return Answer(409, message, {"engine": name})
 
@@ -161,13 +164,13 @@ async def _end_session(fleet: Fleet, name: str) -> Answer | None:
     if not broken:
         update.slowest_end = max(update.slowest_end, fleet.now - began)
     if name not in update.received:
-        update.dropped[name] = "had got no tensors of the update when it ended"
+        update.drop({name: "had got no tensors of the update when it ended"}, UpdateReason.INCOMPLETE)
     elif broken:
-        update.dropped[name] = f"could not end the session: {broken[name].message}"
+        update.drop({name: f"could not end the session: {broken[name].message}"}, UpdateReason.ENGINE_FAILED)
     update.ended.add(name)
     if has_enough_engines(fleet, update):
         return None
-    return await fail_update(fleet, f"engine {name} {update.dropped[name]}", results, engine=name)
+    return await fail_update(fleet, update.reason, f"engine {name} {update.dropped[name]}", results, engine=name)
 
 
 def _end_deadline(fleet: Fleet, update: Update) -> float:

@@ -27,7 +27,7 @@ from sglang_rollout.coordinator.update.ranks import Group
 from sglang_rollout.coordinator.update.steps import Results
 from sglang_rollout.coordinator.update.versions import AnnouncedTensors, newest, order_key
 from sglang_rollout.wire.agent import AgentStatus
-from sglang_rollout.wire.record import LastUpdate, Record, UpdateOutcome
+from sglang_rollout.wire.record import EndedUpdate, Record, UpdateOutcome, UpdateReason
 from sglang_rollout.wire.states import BASE, EngineState, Version
 
 REBUILD_SECONDS = 5.0
@@ -159,12 +159,13 @@ class Knowledge:
         # Without a record the desired state counts as applied, so that no gate opens for a moment.
         fleet.interruptions.apply_state(self._record.state if self._record is not None else fleet.interruptions.desired_state)
         if self._record is not None:
-            fleet.transaction.last, fleet.membership.epoch = self._record.last_update, self._record.epoch
+            fleet.transaction.last, fleet.transaction.earlier = self._record.last_update, self._record.earlier_updates
+            fleet.membership.epoch = self._record.epoch
             fleet.weights.next_run = self._record.next_run
             # An engine that is not heard, or was recreated, may have committed the open update while the store was away.
             knows = everyone and not self._has_recreated_engine(self._record)
             fleet.weights.reserve([self._record.reserved, None if knows else self._record.under_way])
-            self._end_interrupted(self._record, proved.committed)
+            self._note_end(self._record, proved.committed)
             fleet.adapters.of_trainers = {row.name: adapter_of(row) for row in self._record.adapters if not row.by_spec}
             fleet.weights.fleet_id = self._record.fleet_id or fleet.weights.fleet_id
             fleet.weights.engine_checksums = dict(self._record.engine_checksums)
@@ -182,14 +183,41 @@ class Knowledge:
         if self._record is not None and self._record.committed == proved.committed:
             fleet.weights.checksums, fleet.weights.disk = dict(self._record.checksums), self._record.disk
 
-    def _end_interrupted(self, record: Record, committed: Version) -> None:
-        """Note that the update which was open when the earlier coordinator ended has failed, unless it is proved to be committed."""
+    def _note_end(self, record: Record, committed: Version) -> None:
+        """Note how the update ended that was open when the earlier coordinator ended: it has failed, unless a commit is proved."""
         version = record.under_way
-        if version is None or order_key(committed) >= order_key(version):
-            return
-        reason = "the coordinator was restarted in the middle of the update"
-        finished = self._fleet.finished()
-        self._fleet.transaction.end(LastUpdate(version=version, outcome=UpdateOutcome.FAILED, message=reason, finished=finished))
+        if order_key(committed) > order_key(record.committed):
+            self._note_proved(committed)
+        if version is not None and order_key(version) > order_key(committed):
+            self._fleet.transaction.end(EndedUpdate(
+                version=version, outcome=UpdateOutcome.FAILED, finished=self._fleet.finished(), author=record.holder,
+                reason=UpdateReason.COORDINATOR_RESTARTED, message="the coordinator was restarted in the middle of the update",
+            ))  # fmt: skip
+
+    def _note_proved(self, version: Version) -> None:
+        """Note a commit that an earlier coordinator did not record."""
+        fleet = self._fleet
+        fleet.transaction.end(EndedUpdate(
+            version=version, outcome=UpdateOutcome.COMMITTED, finished=fleet.finished(), author=self._find_author(version),
+            reason=UpdateReason.COORDINATOR_RESTARTED,
+            message="proved afterwards: every engine of the update says that it holds this version",
+            engines=[name for name, engine in fleet.engines.items() if engine.holds(version)],
+        ))  # fmt: skip
+
+    def _find_author(self, version: Version) -> str:
+        """Return the caller that pushed a version, as the record of the earlier coordinator says; empty if it says nothing."""
+        record = self._record
+        if record is None:
+            return ""
+        if order_key(record.committed) == order_key(version):
+            return record.author
+        is_under_way = record.under_way is not None and order_key(record.under_way) == order_key(version)
+        return record.holder if is_under_way else ""
+
+    def _find_signed(self, version: Version) -> SignedVersion | None:
+        """Return a version as its trainer signed it, from the record of the earlier coordinator; None if it is not there."""
+        known = (self._record.signed, self._record.under_way_signed) if self._record is not None else ()
+        return next((signed for signed in known if signed is not None and signed.version == version), None)
 
     def _has_recreated_engine(self, record: Record) -> bool:
         """Return True if an engine of the record has another boot ID and its agent knows of no commit. What the engine held is lost."""
@@ -212,12 +240,8 @@ class Knowledge:
             return
         proved = prove_version(None, self._statuses())
         if order_key(proved) > order_key(fleet.committed):
-            fleet.commit(proved)
-            fleet.transaction.end(LastUpdate(
-                version=proved, outcome=UpdateOutcome.COMMITTED, finished=fleet.finished(),
-                message="proved afterwards: every engine of the update says that it holds this version",
-                engines=[name for name, engine in fleet.engines.items() if engine.holds(proved)],
-            ))  # fmt: skip
+            fleet.commit(proved, self._find_author(proved), self._find_signed(proved))
+            self._note_proved(proved)
         for status in self._statuses():
             self._reserve(status)
 

@@ -18,7 +18,7 @@ from sglang_rollout.coordinator.update.phases import Phase, Transaction, Update
 from sglang_rollout.coordinator.update.ranks import Group, RankTable, rank_table
 from sglang_rollout.coordinator.update.versions import Committed
 from sglang_rollout.wire.agent import SyncRequest
-from sglang_rollout.wire.record import Adapter, LastUpdate, Record
+from sglang_rollout.wire.record import Adapter, EndedUpdate, Isolation, Record
 from sglang_rollout.wire.states import FleetMode, FleetState, Version
 
 MAX_REASONS_CHARACTERS = 100_000
@@ -122,7 +122,7 @@ class Fleet:
         return self.transaction.clock.phase
 
     @property
-    def last_update(self) -> LastUpdate | None:
+    def last_update(self) -> EndedUpdate | None:
         """How the last update ended."""
         return self.transaction.last
 
@@ -272,6 +272,7 @@ class Fleet:
             engines=[engine.row(room) for engine in self.engines.values()],
             joined=[group.row(places) for group in self.groups.values()],
             last_update=self.last_update,
+            earlier_updates=self.transaction.earlier,
             history=weights.history,
             reserved=weights.reserved,
             under_way=self.target() if self.update is not None else None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from sglang_rollout.coordinator.update.interruption import Cause
 from sglang_rollout.coordinator.update.membership import engines_without_tensors, is_enough
@@ -27,7 +27,7 @@ from sglang_rollout.coordinator.update.verify import announce_model_tensors, com
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.agent import AckRequest
 from sglang_rollout.wire.ports import AGENT_ACK
-from sglang_rollout.wire.record import LastUpdate, UpdateOutcome
+from sglang_rollout.wire.record import EndedUpdate, UpdateOutcome, UpdateReason
 from sglang_rollout.wire.states import EngineState, Version
 
 MAX_REASON_CHARACTERS = 4000
@@ -48,11 +48,13 @@ async def end_sessions_and_commit(fleet: Fleet, *, answer_now: bool = True) -> A
     update = fleet.require_update()
     rest = [name for name in engines_without_tensors(fleet) if name not in update.received]
     if rest:
-        return await fail_update(fleet, f"engine {rest[0]} had got no tensors of the update when it ended", engine=rest[0])
+        return await fail_update(
+            fleet, UpdateReason.INCOMPLETE, f"engine {rest[0]} had got no tensors of the update when it ended", engine=rest[0]
+        )
     missing = _missing_stages(fleet, update)
     if missing:
         reason = f"process group {missing[0]} sent no tensors, although it belonged to the update before"
-        return await fail_update(fleet, reason)
+        return await fail_update(fleet, UpdateReason.INCOMPLETE, reason)
     begin_verification(fleet, update)
     results = dict(await _end_session(fleet, update))
     return await verify_and_commit(fleet, update, results, answer_now=answer_now)
@@ -61,8 +63,8 @@ async def end_sessions_and_commit(fleet: Fleet, *, answer_now: bool = True) -> A
 def begin_verification(fleet: Fleet, update: Update) -> None:
     """Enter the phase that ends the update. Engines that were restarted or lost do not commit."""
     fleet.enter(Phase.VERIFY)
-    for name in fleet.lost_engines(update.boots):
-        update.dropped[name] = "was restarted or lost in the middle of the update"
+    lost = fleet.lost_engines(update.boots)
+    update.drop(dict.fromkeys(lost, "was restarted or lost in the middle of the update"), UpdateReason.ENGINE_LOST)
 
 
 def _missing_stages(fleet: Fleet, update: Update) -> list[str]:
@@ -78,7 +80,7 @@ def _missing_stages(fleet: Fleet, update: Update) -> list[str]:
 async def verify_and_commit(fleet: Fleet, update: Update, results: Results, *, answer_now: bool = True) -> Answer:
     """Verify and commit on the engines that may still commit, if they are enough. All tensors have arrived."""
     await announce_model_tensors(fleet, update)
-    update.dropped |= find_incomplete(fleet, update)
+    update.drop(find_incomplete(fleet, update), UpdateReason.INCOMPLETE)
     if has_enough_engines(fleet, update) and should_verify(fleet):
         update.dropped |= await verify(fleet, update.remaining())
     if not has_enough_engines(fleet, update):
@@ -98,11 +100,10 @@ async def _end_session(fleet: Fleet, update: Update) -> Results:
         return {}
     inside = [name for name in update.remaining() if name not in update.ended]
     results = await send(ControlCall.END_UPDATE.path, same_body(inside), fleet.policy.deadlines.update_seconds, patience=PATIENCE_SECONDS)
-    for name, result in failures(results).items():
-        update.dropped[name] = f"could not end the session: {result.message}"
-    for name in update.remaining():
-        if name not in update.received:
-            update.dropped[name] = "had got no tensors of the update when it ended"
+    failed = {name: f"could not end the session: {result.message}" for name, result in failures(results).items()}
+    update.drop(failed, UpdateReason.ENGINE_FAILED)
+    without = [name for name in update.remaining() if name not in update.received]
+    update.drop(dict.fromkeys(without, "had got no tensors of the update when it ended"), UpdateReason.INCOMPLETE)
     return results
 
 
@@ -114,7 +115,7 @@ def has_enough_engines(fleet: Fleet, update: Update) -> bool:
 
 async def _fail_for(fleet: Fleet, update: Update, results: Results) -> Answer:
     name, why = next(iter(update.dropped.items()))
-    return await fail_update(fleet, f"engine {name} {why}", results, engine=name)
+    return await fail_update(fleet, update.reason, f"engine {name} {why}", results, engine=name)
 
 
 async def _flush(fleet: Fleet, update: Update, names: list[str]) -> list[str]:
@@ -128,7 +129,8 @@ async def _flush(fleet: Fleet, update: Update, names: list[str]) -> list[str]:
         return []
     results = await send(ControlCall.FLUSH_CACHE.path, same_body(names), fleet.policy.deadlines.pause_seconds, patience=PATIENCE_SECONDS)
     failed = failures(results)
-    update.dropped |= {name: f"did not flush its cache: {result.message}" for name, result in failed.items() if result.status == 0}
+    silent = {name: f"did not flush its cache: {result.message}" for name, result in failed.items() if result.status == 0}
+    update.drop(silent, UpdateReason.ENGINE_FAILED)
     return list(failed)
 
 
@@ -144,14 +146,13 @@ async def _commit(fleet: Fleet, unflushed: list[str]) -> Answer:
         return await _fail_for(fleet, update, results)
     cohort, dropped = update.remaining(), dict(update.dropped)
     outcome = UpdateOutcome.PARTIAL if dropped else UpdateOutcome.COMMITTED
-    reason = _describe(dropped)
     commit_tensors(fleet, update, version)
     fleet.weights.groups = frozenset(update.data) or fleet.weights.groups
     fleet.transaction.close()
     fleet.weights.commits += 1
     for name in cohort:
         fleet.engines[name].tries, fleet.engines[name].note = 0, ""
-    fleet.transaction.end(summarize_update(fleet, version, outcome, reason, cohort))
+    fleet.transaction.end(summarize_update(fleet, version, outcome, update, _describe(dropped), engines=cohort))
     record = fleet.record()
     if record is not None:
         # If it cannot be written, the acknowledgements are the commit, and the record follows when the store can be reached again.
@@ -162,7 +163,7 @@ async def _commit(fleet: Fleet, unflushed: list[str]) -> Answer:
         fleet.interruptions.end_pause()
     else:
         synced = await sync(fleet)
-    fleet.transaction.last = summarize_update(fleet, version, outcome, reason, cohort)
+    fleet.transaction.last = summarize_update(fleet, version, outcome, update, _describe(dropped), engines=cohort)
     particulars = _particulars(fleet, version, {**results, **synced}) | {"outcome": outcome.value}
     if unflushed:
         particulars["cache_not_flushed"] = unflushed
@@ -197,7 +198,7 @@ async def _acknowledge(fleet: Fleet, update: Update, version: Version) -> Result
     for name in cohort:
         if not _acknowledged(results, name, version):
             said = results[name].message if name in results else "no answer"
-            update.dropped[name] = f"did not acknowledge version {version}: {said}"
+            update.drop({name: f"did not acknowledge version {version}: {said}"}, UpdateReason.ENGINE_FAILED)
     return results
 
 
@@ -214,7 +215,13 @@ def _acknowledged(results: Results, name: str, version: Version) -> bool:
 
 
 async def fail_update(
-    fleet: Fleet, reason: str, results: Results | None = None, *, engine: str | None = None, answer_now: bool = True
+    fleet: Fleet,
+    code: UpdateReason | None,
+    reason: str,
+    results: Results | None = None,
+    *,
+    engine: str | None = None,
+    answer_now: bool = True,
 ) -> Answer:
     """Give up the open update: answer the trainer, then fence every engine that takes part or is paused.
 
@@ -222,6 +229,7 @@ async def fail_update(
 
     Args:
         fleet: The fleet.
+        code: Why, for programs.
         reason: Why, as a sentence for the trainer.
         results: What engines answered to the call that failed.
         engine: The engine that failed.
@@ -231,14 +239,17 @@ async def fail_update(
     names = list(dict.fromkeys([*(update.boots if update else ()), *(current.engines if current else ())]))
     sentence = reason
     if update is not None:
-        fleet.transaction.end(summarize_update(fleet, fleet.target(), UpdateOutcome.FAILED, reason, []))
+        update.reason = code
+        fleet.transaction.end(summarize_update(fleet, fleet.target(), UpdateOutcome.FAILED, update, reason))
         sentence = (
             f"{reason.rstrip('.')} (phase {phase.value}). The update was given up: version {fleet.committed} stays committed, and"
             f" {', '.join(list(update.boots)[:8])} stay closed until a complete update."
             f" Open a new process group with world_size={fleet.table.world_size} and push again."
         )
     elif current is not None:
-        fleet.transaction.end(summarize_update(fleet, fleet.target(), UpdateOutcome.ABORTED, f"the pause was given up: {reason}", []))
+        given_up = f"the pause was given up: {reason}"
+        paused = Update({}, current.since, author=current.author, bytes=None, reason=code)
+        fleet.transaction.end(summarize_update(fleet, fleet.target(), UpdateOutcome.ABORTED, paused, given_up))
     fleet.transaction.close()
     fleet.interruptions.end_pause()
     blamed = {"engine": engine} if engine is not None else {}
@@ -251,10 +262,10 @@ async def fail_update(
     return answer
 
 
-async def abandon(fleet: Fleet, reason: str, *, close_groups: bool = False) -> Answer:
+async def abandon(fleet: Fleet, code: UpdateReason, reason: str, *, close_groups: bool = False) -> Answer:
     """Give up the open update or pause, because its trainer is gone or starts again."""
     groups = [group for name, group in fleet.groups.items() if fleet.update is not None and name in fleet.update.data]
-    answer = await fail_update(fleet, reason, answer_now=False)
+    answer = await fail_update(fleet, code, reason, answer_now=False)
     if close_groups:
         for group in groups:
             fleet.groups.pop(group.name, None)
@@ -285,11 +296,14 @@ def last_reason(fleet: Fleet) -> str:
     return f" ({last.message})" if last is not None and last.message else ""
 
 
-def summarize_update(fleet: Fleet, version: Version, outcome: UpdateOutcome, reason: str, engines: list[str]) -> LastUpdate:
+def summarize_update(
+    fleet: Fleet, version: Version, outcome: UpdateOutcome, update: Update, message: str, *, engines: Sequence[str] = ()
+) -> EndedUpdate:
     """Return how an update ended, for the record."""
-    return LastUpdate(
-        version=version, outcome=outcome, message=reason[:MAX_REASON_CHARACTERS], finished=fleet.finished(), phases_ms=fleet.phases_ms(),
-        engines=engines,
+    return EndedUpdate(
+        version=version, outcome=outcome, message=message[:MAX_REASON_CHARACTERS], finished=fleet.finished(), phases_ms=fleet.phases_ms(),
+        engines=list(engines), author=update.author, bytes=update.bytes, reason=update.reason,
+        signed_by=update.signed.key if update.signed is not None else "",
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from sglang_rollout.wire.record import LastUpdate, UpdateOutcome
+from sglang_rollout.wire.record import MAX_RECENT_UPDATES, EndedUpdate, UpdateOutcome, UpdateReason
 
 
 class Phase(StrEnum):
@@ -130,8 +130,18 @@ class Update:
     """True if no names are known: tensors come as handles, or all of them from a checkpoint."""
     checkpoint: frozenset[str] | None = None
     """The tensors of the checkpoint that is loaded, if they are known."""
+    bytes: int | None = 0
+    """Bytes of the tensors that were announced; None: not known."""
     dropped: dict[str, str] = field(default_factory=dict)
-    """Engines that will not hold the version, and why. They are fenced."""
+    """Engines that will not hold the version, and why. They are fenced. :meth:`drop` adds engines."""
+    reason: UpdateReason | None = None
+    """Why the first of them was dropped."""
+
+    def drop(self, engines: Mapping[str, str], reason: UpdateReason) -> None:
+        """Note engines that will not hold the version, with a sentence for each."""
+        if engines and not self.dropped:
+            self.reason = reason
+        self.dropped.update(engines)
 
     def remaining(self) -> list[str]:
         """Return the engines that take part and may still commit."""
@@ -148,8 +158,10 @@ class Transaction:
     """Label that the trainer gave before its first tensors."""
     joining: str | None = None
     """Store (HOST:PORT) of the process group that engines are joining now."""
-    last: LastUpdate | None = None
+    last: EndedUpdate | None = None
     """How the last update ended."""
+    earlier: list[EndedUpdate] = field(default_factory=list)
+    """How the updates before the last one ended, newest first."""
     outcomes: Counter[UpdateOutcome] = field(default_factory=Counter)
     """Updates that ended while this coordinator led. A last update that was read from the record is not among them."""
 
@@ -157,7 +169,9 @@ class Transaction:
         """Close the open update, if there is one. :meth:`end` notes how it ended."""
         self.update, self.label = None, None
 
-    def end(self, last: LastUpdate) -> None:
+    def end(self, last: EndedUpdate) -> None:
         """Note how an update ended. Call this once per update; later figures of the same update are assigned to ``last``."""
+        if self.last is not None:
+            self.earlier = [self.last.shortened(), *self.earlier][: MAX_RECENT_UPDATES - 1]
         self.last = last
         self.outcomes[last.outcome] += 1

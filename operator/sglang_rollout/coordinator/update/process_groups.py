@@ -35,6 +35,7 @@ from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.agent import Nccl, PreflightRequest
 from sglang_rollout.wire.ports import AGENT_PREFLIGHT
 from sglang_rollout.wire.reasons import RefusedError
+from sglang_rollout.wire.record import UpdateReason
 
 GONE_SECONDS = 0.5
 """A store that listened before and accepts no connection for this long counts as gone."""
@@ -207,13 +208,13 @@ async def close_group(fleet: Fleet, ask: CloseGroup) -> Answer:
         name = next(iter(fleet.groups))
     group = fleet.groups.get(name) if name is not None else None
     if group is None:
-        return Answer(400, UNKNOWN_GROUP, {"groups": list(fleet.groups)})
+        raise RefusedError(UNKNOWN_GROUP, fleet={"groups": list(fleet.groups)})
     update, commit = fleet.update, Answer(200, "Nothing to commit.")
     if update is not None and group.name in update.data:
         if not update.trainer_session:
             commit = await end_sessions_and_commit(fleet)
         else:
-            commit = await abandon(fleet, f"process group {group.name} was closed inside an open session")
+            commit = await abandon(fleet, UpdateReason.UNEXPECTED_CALL, f"process group {group.name} was closed inside an open session")
         if not commit.success:
             fleet.groups.pop(group.name, None)
             await _leave(fleet, group)

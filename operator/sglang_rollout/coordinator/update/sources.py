@@ -7,9 +7,11 @@ needs only its own delivery. Handles come to one engine at a time, with session 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from sglang_rollout.checkpoints.format import DTYPE_OF_TORCH, ITEM_BITS
 from sglang_rollout.coordinator.update.events import Result
 from sglang_rollout.coordinator.update.membership import require_members
 from sglang_rollout.coordinator.update.model import Fleet
@@ -18,7 +20,6 @@ from sglang_rollout.coordinator.update.phases import Phase
 from sglang_rollout.coordinator.update.phases import Update as OpenUpdate
 from sglang_rollout.coordinator.update.requests import Answer, Body, FromDisk, Update
 from sglang_rollout.coordinator.update.steps import (
-    CHECKPOINT_MARGIN_SECONDS,
     GRACE_SECONDS,
     Results,
     failures,
@@ -30,11 +31,13 @@ from sglang_rollout.coordinator.update.steps import (
 from sglang_rollout.coordinator.update.transaction import find_group, open_sessions, pause_for_update, refuse_stale_group
 from sglang_rollout.coordinator.update.verify import announced_names, note_held_weights, note_received
 from sglang_rollout.sglang.api import ControlCall, PauseMode
-from sglang_rollout.wire.agent import CheckpointRequest
-from sglang_rollout.wire.ports import AGENT_CHECKPOINT
 from sglang_rollout.wire.reasons import RefusedError
-from sglang_rollout.wire.record import OnDisk
+from sglang_rollout.wire.record import OnDisk, UpdateReason
 
+MAX_COUNTED_BYTES = 2**53
+"""Every JSON parser reads integers up to this one exactly. A push is never as large."""
+MAX_DIMENSIONS = 64
+"""Most dimensions of a tensor in torch."""
 DISK_PATIENCE_SECONDS = 60.0
 """How much later than half of the engines another one may have loaded a checkpoint, at least: its node may have to read files that the
 nodes of the others have in memory."""
@@ -53,6 +56,8 @@ class Delivery:
     """The tensors that come; None: not known."""
     group: str | None = None
     """The process group that they come from."""
+    bytes: int | None = None
+    """Bytes of the tensors; None: not known."""
     has_session: bool = True
     """False: this call is the first that may modify weights."""
     grace: float | None = None
@@ -70,6 +75,7 @@ async def deliver(fleet: Fleet, delivery: Delivery) -> Results:
     update.label = delivery.label or update.label  # a failure, too, is reported under the trainer's label
     # Before the call: engines may hold these tensors even if no answer comes.
     new = fleet.weights.announced.add(delivery.names or ())
+    update.bytes = None if update.bytes is None or delivery.bytes is None else update.bytes + delivery.bytes
     limit, grace, patience = fleet.policy.deadlines.update_seconds, delivery.grace, delivery.patience
     if delivery.has_session:
         results = await send(delivery.path, delivery.bodies, limit, grace=grace, patience=patience)
@@ -111,16 +117,35 @@ async def receive_from_group(fleet: Fleet, ask: Update) -> Answer:
         return failed
     body = keep_cache_in_place(fleet, {**ask.body, "group_name": group.name})
     names = announced_names(ask.body)
-    results = await deliver(
-        fleet,
-        Delivery(ControlCall.UPDATE_DISTRIBUTED.path, same_body(group.boots, body), ask.label, names, group.name, grace=GRACE_SECONDS),
-    )
+    bodies, size = same_body(group.boots, body), count_bytes(ask.body)
+    delivery = Delivery(ControlCall.UPDATE_DISTRIBUTED.path, bodies, ask.label, names, group.name, size, grace=GRACE_SECONDS)
+    results = await deliver(fleet, delivery)
     broken = failures(results)
     if broken:
         name, result = next(iter(broken.items()))
-        return await fail_update(fleet, f"engine {name} did not take the tensors: {result.message}", results, engine=name)
+        why = f"engine {name} did not take the tensors: {result.message}"
+        return await fail_update(fleet, UpdateReason.ENGINE_FAILED, why, results, engine=name)
     message = next(iter(results.values())).message or "Succeeded to update parameter online."
     return Answer(200, message, {"engines": results_by_engine(results), "version": str(fleet.target())})
+
+
+def count_bytes(body: Body) -> int | None:
+    """Return the bytes of the tensors that an update call announces; None if a type or a shape is not known."""
+    dtypes, shapes = body.get("dtypes", []), body.get("shapes", [])
+    if not len(dtypes) == len(shapes) == len(body["names"]):
+        return None
+    total = 0
+    for dtype, shape in zip(dtypes, shapes, strict=True):
+        bits = ITEM_BITS.get(DTYPE_OF_TORCH.get(dtype, ""))
+        if bits is None or not _is_shape(shape):
+            return None
+        total += math.prod(shape) * bits // 8
+    return total if total <= MAX_COUNTED_BYTES else None
+
+
+def _is_shape(shape: object) -> bool:
+    """Return True for a list of a few sizes. The engines refuse other shapes."""
+    return isinstance(shape, list) and len(shape) <= MAX_DIMENSIONS and all(type(size) is int and 0 <= size < 2**53 for size in shape)
 
 
 # --- disk -----------------------------------------------------------------------------------------------------------
@@ -135,6 +160,8 @@ class CheckedFolder:
     by_engine: Mapping[str, Result]
     names: frozenset[str] | None
     """Its tensors, if they are known."""
+    bytes: int | None
+    """Bytes of its tensors; None: not known."""
     digest: str | None
     """What distinguishes its contents from others."""
 
@@ -197,10 +224,11 @@ async def load_from_disk(fleet: Fleet, ask: FromDisk, checked: CheckedFolder) ->
         update.tensors[tuple(boots)] = set(names)
     bodies = same_body(boots, _body(ask))
     results = await deliver(
-        fleet, Delivery(ControlCall.UPDATE_DISK.path, bodies, names=names, has_session=False, patience=DISK_PATIENCE_SECONDS)
+        fleet,
+        Delivery(ControlCall.UPDATE_DISK.path, bodies, names=names, bytes=checked.bytes, has_session=False, patience=DISK_PATIENCE_SECONDS),
     )
-    for name, result in failures(results).items():
-        update.dropped[name] = f"did not load {ask.path}: {result.message}"
+    failed_loads = {name: f"did not load {ask.path}: {result.message}" for name, result in failures(results).items()}
+    update.drop(failed_loads, UpdateReason.ENGINE_FAILED)
     fleet.enter(Phase.VERIFY)
     answer = await verify_and_commit(fleet, update, results, answer_now=False)
     if answer.success and fleet.committed is not None:

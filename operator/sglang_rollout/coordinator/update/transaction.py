@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 
 from sglang_rollout.coordinator.update.interruption import Cause, Interruption
 from sglang_rollout.coordinator.update.membership import refuse_asleep
@@ -24,6 +25,7 @@ from sglang_rollout.coordinator.update.verify import note_held_weights
 from sglang_rollout.coordinator.update.versions import newest
 from sglang_rollout.sglang.api import ControlCall, MemoryTag
 from sglang_rollout.wire.reasons import RefusedError
+from sglang_rollout.wire.record import UpdateReason
 from sglang_rollout.wire.states import describe_state
 
 
@@ -87,7 +89,7 @@ async def _pause_engines(fleet: Fleet, running: Collection[str], names: Collecti
     name, result = next(iter(failed.items()))
     reason = f"engine {name} could not be paused: {result.message}"
     if fleet.update is not None:
-        return await fail_update(fleet, reason, results, engine=name)
+        return await fail_update(fleet, UpdateReason.ENGINE_FAILED, reason, results, engine=name)
     # Engines that failed, too: a call without an answer may have paused its engine.
     await resume(fleet, names)
     fleet.interruptions.end_pause()
@@ -101,7 +103,7 @@ async def continue_all(fleet: Fleet, ask: Continue) -> Answer:
     if update is not None:
         if update.trainer_session:
             reason = "continue_generation came before end_weight_update"
-            return await fail_update(fleet, reason)
+            return await fail_update(fleet, UpdateReason.UNEXPECTED_CALL, reason)
         committed = await end_sessions_and_commit(fleet, answer_now=False)
         if not committed.success:
             return committed
@@ -164,7 +166,8 @@ async def open_sessions(fleet: Fleet, boots: Mapping[str, str], body: Body, *, t
     failed_calls = failures(results)
     if failed_calls:
         name, result = next(iter(failed_calls.items()))
-        return await fail_update(fleet, f"engine {name} could not begin: {result.message}", results, engine=name)
+        why = f"engine {name} could not begin: {result.message}"
+        return await fail_update(fleet, UpdateReason.ENGINE_FAILED, why, results, engine=name)
     fleet.enter(Phase.TRANSFER)
     return None
 

@@ -25,6 +25,7 @@ from sglang_rollout.coordinator.update.steps import Operation, failures, resume,
 from sglang_rollout.coordinator.update.trainer import Trainer
 from sglang_rollout.coordinator.update.transaction import pause_by_policy
 from sglang_rollout.sglang.api import ControlCall
+from sglang_rollout.wire.record import UpdateReason
 from sglang_rollout.wire.states import FleetState, describe_state
 
 STRAY_SECONDS = 3.0
@@ -56,9 +57,9 @@ class Upkeep:
         self._trainer = trainer
         self._stray_since: dict[str, float] = {}
         self.chain: tuple[Task, ...] = (
-            Task("abandon an update that lost an engine", self._lost_engine, partial(abandon, fleet)),
+            Task("abandon an update that lost an engine", self._lost_engine, partial(abandon, fleet, UpdateReason.ENGINE_LOST)),
             Task("apply spec.state", self._changed_state, lambda _: apply_desired_state(fleet)),
-            Task("abandon what has no trainer", self._abandoned, lambda reason: abandon(fleet, reason, close_groups=True)),
+            Task("abandon what has no trainer", self._abandoned, partial(abandon, fleet, UpdateReason.TRAINER_LOST, close_groups=True)),
             Task("resume for a trainer that is back", self._returned_trainer, lambda _: _resume_for_trainer(fleet)),
             Task("wait for a trainer", self._awaited_trainer, None),
             Task("pause for a lost trainer", self._lost_trainer, lambda _: _pause_for_loss(fleet)),
@@ -190,7 +191,7 @@ async def apply_desired_state(fleet: Fleet) -> Answer:
 async def _before_sleep(fleet: Fleet) -> None:
     """Abandon the trainer's pause and note checksums. Agents release the memory when they receive the new state."""
     if fleet.pause is not None and fleet.pause.cause is not Cause.TRAINER_LOST:
-        await abandon(fleet, describe_state(FleetState.ASLEEP))
+        await abandon(fleet, UpdateReason.ASLEEP, describe_state(FleetState.ASLEEP))
     fleet.interruptions.end_pause()
     await memory.note_checksums(fleet)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from sglang_rollout.api.status import Reason
@@ -10,7 +12,15 @@ from sglang_rollout.controller.decide.plan import Failure
 from sglang_rollout.controller.decide.status import build_status
 from sglang_rollout.controller.decide.view import FleetView, build_fleet_view
 from sglang_rollout.controller.render.hashing import revision
-from sglang_rollout.wire.record import AdapterRow, GroupRow
+from sglang_rollout.wire.record import (
+    MAX_RECENT_CHARACTERS,
+    MAX_RECENT_UPDATES,
+    AdapterRow,
+    EndedUpdate,
+    GroupRow,
+    UpdateOutcome,
+    UpdateReason,
+)
 from sglang_rollout.wire.states import BASE, EngineState
 from tests.unit.controller.support.worlds import (
     NOW,
@@ -54,6 +64,61 @@ def test_serving_fleet() -> None:
     }
     assert [row["phase"] for row in status["engines"]] == ["Serving", "Serving"]
     assert condition(status, "Ready")["message"] == "All 2 engines serve version step-1."
+
+
+def test_recent_updates_have_authors_bytes_and_reasons() -> None:
+    older = EndedUpdate(
+        version=V1, outcome=UpdateOutcome.COMMITTED, finished=NOW, phases_ms={"total": 1200}, author="ml/Job/anne", bytes=64
+    )
+    last = EndedUpdate(
+        version=V2,
+        outcome=UpdateOutcome.FAILED,
+        finished=NOW,
+        message="engine demo-engine-0 did not take the tensors",
+        author="ml/Job/ben",
+        reason=UpdateReason.ENGINE_FAILED,
+        signed_by="0123456789abcdef",
+    )
+    written = record(row(0, V1), committed=V1, last=last).model_copy(update={"author": "ml/Job/anne", "earlier_updates": [older]})
+    weights = status_of(world([pod(0), pod(1)], written=written))["weights"]
+    assert weights["author"] == "ml/Job/anne"
+    assert (weights["lastUpdate"]["author"], weights["lastUpdate"]["signedBy"]) == ("ml/Job/ben", "0123456789abcdef")
+    assert weights["recentUpdates"] == [
+        {
+            "version": "step-2",
+            "author": "ml/Job/ben",
+            "outcome": "Failed",
+            "finished": NOW,
+            "reason": "EngineFailed",
+            "message": "engine demo-engine-0 did not take the tensors",
+        },
+        {
+            "version": "step-1",
+            "author": "ml/Job/anne",
+            "outcome": "Committed",
+            "finished": NOW,
+            "milliseconds": 1200,
+            "bytes": 64,
+            "reason": "",
+            "message": "",
+        },
+    ]
+
+
+def test_long_messages_and_many_updates_keep_the_list_of_updates_small() -> None:
+    update = EndedUpdate(
+        version=V2.model_copy(update={"label": "€" * 256}),
+        outcome=UpdateOutcome.FAILED,
+        finished=NOW,
+        message="€" * 4000,
+        author="a" * 2000,
+        reason=UpdateReason.OTHER,
+    )
+    written = record(row(0, V1), committed=V1, last=update).model_copy(update={"earlier_updates": [update] * 50})
+    updates = status_of(world([pod(0), pod(1)], written=written))["weights"]["recentUpdates"]
+    assert len(updates) == MAX_RECENT_UPDATES
+    assert all(len(row["message"]) == MAX_RECENT_CHARACTERS and row["message"].endswith("…") for row in updates)
+    assert len(json.dumps(updates, ensure_ascii=False).encode()) < 30_000
 
 
 def test_the_base_version_is_called_base() -> None:

@@ -10,12 +10,24 @@ from sglang_rollout.coordinator.update.adapters import MAX_ADAPTERS_CHARACTERS, 
 from sglang_rollout.coordinator.update.engine import Engine
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.outcome import summarize_update
+from sglang_rollout.coordinator.update.phases import Update
 from sglang_rollout.coordinator.update.process_groups import MAX_GROUPS
 from sglang_rollout.coordinator.update.ranks import MAX_GROUP_NAME_CHARACTERS, Group
 from sglang_rollout.coordinator.update.versions import MAX_LABEL_CHARACTERS, AnnouncedTensors, Committed
 from sglang_rollout.wire.agent import AgentStatus
 from sglang_rollout.wire.reasons import GateReason
-from sglang_rollout.wire.record import Adapter, AdapterRow, EngineChecksums, EngineRow, GroupRow, LastUpdate, Record, UpdateOutcome
+from sglang_rollout.wire.record import (
+    MAX_RECENT_UPDATES,
+    Adapter,
+    AdapterRow,
+    EndedUpdate,
+    EngineChecksums,
+    EngineRow,
+    GroupRow,
+    Record,
+    UpdateOutcome,
+    UpdateReason,
+)
 from sglang_rollout.wire.states import EngineState, Version
 
 KIB = 1024
@@ -52,7 +64,7 @@ def large(**more: object) -> Record:
         )
         for name in NAMES
     ]
-    last = LastUpdate(version=STEP, outcome=UpdateOutcome.COMMITTED, finished="2026-01-01T00:00:00.000Z", engines=NAMES)
+    last = EndedUpdate(version=STEP, outcome=UpdateOutcome.COMMITTED, finished="2026-01-01T00:00:00.000Z", engines=NAMES)
     fields = {"engines": rows, "joined": [group(0)], "last_update": last, "checksums": {8: (CHECKSUM,) * 8}, **more}
     return Record.model_validate({"term": 7, "epoch": 99, "committed": STEP, **fields})
 
@@ -71,7 +83,11 @@ def test_the_record_of_500_engines_fits_a_third_of_a_configmap() -> None:
 def test_the_largest_record_fits_a_configmap() -> None:
     announced = AnnouncedTensors(f"model.layers.{number}.weight" for number in range(100_000))
     fleet = Fleet("demo", 7, weights=Committed(version=STEP, announced=announced))
-    fleet.transaction.last = summarize_update(fleet, STEP, UpdateOutcome.PARTIAL, "x" * 1_000_000, NAMES)
+    update = Update({}, 0.0, author="a" * 400, bytes=2**53, reason=UpdateReason.VERIFICATION_FAILED)
+    for _ in range(2 * MAX_RECENT_UPDATES):
+        longest = STEP.model_copy(update={"label": "€" * MAX_LABEL_CHARACTERS})
+        fleet.transaction.end(summarize_update(fleet, longest, UpdateOutcome.PARTIAL, update, "€" * 1_000_000, engines=NAMES))
+    fleet.holder = "a" * 400
     oldest = STEP.model_copy(update={"label": "s" * MAX_LABEL_CHARACTERS})
     for name in NAMES:
         engine = fleet.engines[name.ljust(63, "x")] = Engine(WantedEngine(name=name.ljust(63, "x")), note=NOTE, misses=0)
@@ -91,6 +107,7 @@ def test_the_largest_record_fits_a_configmap() -> None:
     found = size(record)
     print(f"largest record: {found / KIB:.0f} KiB")
     assert found < 1000 * KIB
+    assert len(record.recent_updates) == MAX_RECENT_UPDATES
     assert [row.name for row in record.members(record.joined[-1])] == list(fleet.engines), "the record has all members of the group"
 
 
