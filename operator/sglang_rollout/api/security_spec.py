@@ -19,6 +19,10 @@ _IPV4_LENGTH = "/(3[0-2]|[12]?[0-9])"
 _PAIRS = "([0-9A-Fa-f]{1,4}(:[0-9A-Fa-f]{1,4})*)"
 _IPV6 = rf"({_PAIRS}?::{_PAIRS}?|[0-9A-Fa-f]{{1,4}}(:[0-9A-Fa-f]{{1,4}}){{7}})"
 _IPV6_LENGTH = "/(12[0-8]|1[01][0-9]|[1-9]?[0-9])"
+_LABEL = "[A-Za-z0-9]([-A-Za-z0-9]*[A-Za-z0-9])?"
+_HOST_NAME = rf"({_LABEL}[.])*[A-Za-z]([-A-Za-z0-9]*[A-Za-z0-9])?[.]?"
+
+
 class ControlAccess(StrEnum):
     """Callers of control paths: those that change or show what the fleet serves."""
 
@@ -109,6 +113,24 @@ Cidr = Annotated[
 """Block of addresses; ``::`` begins the loopback and the IPv4-mapped addresses of IPv6."""
 
 
+TrainerAddress = Annotated[
+    str,
+    Field(
+        max_length=253,
+        pattern=f"^({_IPV4}({_IPV4_LENGTH})?|{_IPV6}({_IPV6_LENGTH})?|{_HOST_NAME})$",
+        json_schema_extra=rules(
+            rule("!self.endsWith('/0')", "trainerAddresses must not contain all addresses: name the networks of the trainers."),
+            rule(
+                "self != 'localhost' && !self.startsWith('127.') && !self.startsWith('::') && !self.startsWith('169.254.')",
+                "trainerAddresses must not contain loopback or link-local addresses: from an engine's pod they lead to that pod or its"
+                " node. Name the addresses of the trainers.",
+            ),
+        ),
+    ),
+]
+"""Address, block of addresses, or host name."""
+
+
 class Callers(PodPeers):
     """Callers that are allowed without a token.
 
@@ -185,6 +207,10 @@ class Security(ApiModel):
     """Tokens that identify callers: `Authorization: Bearer TOKEN`. A token of a ServiceAccount is accepted if `trainers` or `clients`
     selects the pod that it is bound to. NetworkPolicies know no tokens: callers outside of the namespace must also be in `cidrs` or
     `namespaceSelector` of `trainers`, or come through `proxies`. Default: no Secret, and the default audience."""
+    trainer_addresses: list[TrainerAddress] = Field(default_factory=list, max_length=_MAX_ITEMS)
+    """Further addresses that trainers may name as `master_address`, to which engines then connect: addresses, blocks such as
+    `10.1.0.0/16`, or host names. Always allowed are the address of the caller, and pods and `cidrs` of `trainers`; with `control: Open`
+    and no `trainerAddresses` every address. Loopback and link-local addresses are never allowed. NetworkPolicies do not change."""
     @property
     def trainers_may_generate(self) -> bool:
         """True if trainers may call data paths. The default trainers may not if control paths are not for them."""

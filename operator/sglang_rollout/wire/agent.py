@@ -119,6 +119,8 @@ class PreflightRequest(Message):
     host: str
     port: int = Field(ge=1, le=65535)
     deadline: float = Field(gt=0)
+    handshake: bool = False
+    """True: the store must answer as torch's TCPStore does. False: an accepted connection is enough, as of a trainer that is stopped."""
 
 
 class PreflightReply(Message):

@@ -9,6 +9,7 @@ from typing import Any
 from aiohttp import web
 
 from sglang_rollout.coordinator.callers.check import caller_address
+from sglang_rollout.coordinator.callers.master import find_master
 from sglang_rollout.coordinator.http import dialects
 from sglang_rollout.coordinator.http.app import CALLER, PARTS, fail, refuse
 from sglang_rollout.coordinator.update.control_calls import AT_ENGINES
@@ -47,6 +48,13 @@ def _handler(parse: Parser) -> Callable[[web.Request], Any]:
         return await reply_to(request, parse(dialects.parse(await request.read())))
 
     return handle
+
+
+async def open_group(request: web.Request) -> web.Response:
+    """``POST /init_weights_update_group``. Engines receive the address of the trainer's store, never a name."""
+    body = dialects.parse(await request.read())
+    master = await find_master(request.app[PARTS].callers, body.get("master_address"), caller_address(request.headers, request.remote))
+    return await reply_to(request, OpenGroup(body, master))
 
 
 async def flush_cache(request: web.Request) -> web.Response:
@@ -135,7 +143,7 @@ async def flush_engine(request: web.Request) -> web.Response:
 
 
 routes = [
-    web.post(ControlCall.INIT_GROUP.path, _handler(OpenGroup)),
+    web.post(ControlCall.INIT_GROUP.path, open_group),
     web.post(ControlCall.DESTROY_GROUP.path, _handler(dialects.close_group)),
     web.post(ControlCall.BEGIN_UPDATE.path, _handler(Begin)),
     web.post(ControlCall.UPDATE_DISTRIBUTED.path, _handler(dialects.update)),

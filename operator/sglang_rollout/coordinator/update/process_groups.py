@@ -7,7 +7,7 @@ One check compares NCCL. NCCL exchanges versions when the ranks first meet and t
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -18,7 +18,7 @@ from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.outcome import abandon, end_sessions_and_commit
 from sglang_rollout.coordinator.update.phases import Phase
 from sglang_rollout.coordinator.update.ranks import Group, GroupSpec, check_group
-from sglang_rollout.coordinator.update.requests import Answer, Body, CloseGroup, OpenGroup
+from sglang_rollout.coordinator.update.requests import Answer, Body, CloseGroup, Master, OpenGroup
 from sglang_rollout.coordinator.update.steps import (
     FENCE_DEADLINE_SECONDS,
     GRACE_SECONDS,
@@ -51,6 +51,11 @@ NCCL_FIELD = "nccl"
 """Field of ``/init_weights_update_group`` in which our client describes its NCCL. Other trainers send none and are not compared."""
 NCCL_SETTINGS = ("NCCL_CUMEM_ENABLE",)
 """Settings that must agree on all ranks."""
+UNUSABLE_MASTER = (
+    "The engines cannot use this master_address and master_port: they find no trainer's store there, or may not connect to it."
+    " Use the address of your own pod and the port of rank 0. No engine has joined anything."
+)
+"""The only answer for callers that may not learn which addresses engines reach."""
 UNKNOWN_GROUP = "The group to be destroyed does not exist."
 
 
@@ -74,7 +79,9 @@ async def check_group_request(fleet: Fleet, ask: OpenGroup) -> CheckedGroup:
     spec = _check_request(fleet, ask.body)
     backend = spec.backend or fleet.policy.backend.value
     check_nccl(fleet, boots, backend, ask.body)
-    await _preflight(fleet, spec, boots, fleet.policy.deadlines.group_seconds)
+    master = ask.master or Master(spec.host)
+    spec = replace(spec, host=_allowed_address(fleet, master))
+    await _preflight(fleet, spec, boots, fleet.policy.deadlines.group_seconds, hides_reasons=master.hides_reasons)
     return CheckedGroup(spec, backend, boots, asked_at)
 
 
@@ -97,7 +104,8 @@ async def open_group(fleet: Fleet, _ask: OpenGroup, checked: CheckedGroup) -> An
     fleet.transaction.joining = None
     if failures(results):
         return await _undo_join(fleet, spec, results)
-    fleet.groups[spec.name] = Group(spec.name, fleet.epoch, spec.world_size, master, backend, boots)
+    fleet.hold()
+    fleet.groups[spec.name] = Group(spec.name, fleet.epoch, spec.world_size, master, backend, boots, fleet.caller)
     return Answer(200, "Succeeded to initialize custom process group.", {**fleet.advice(), "engines": results_by_engine(results)})
 
 
@@ -120,11 +128,22 @@ def _check_request(fleet: Fleet, body: Body) -> GroupSpec:
         raise RefusedError(f"{refusal} {away}" if away else str(refusal), status=refusal.status, fleet=fleet.advice()) from None
 
 
-async def _preflight(fleet: Fleet, spec: GroupSpec, names: Mapping[str, str], limit: float) -> None:
-    """Let every pod connect to the trainer. Several trainers call before they listen, so agents try until the limit."""
-    body = PreflightRequest(host=spec.host, port=spec.port, deadline=limit).model_dump(mode="json")
+def _allowed_address(fleet: Fleet, master: Master) -> str:
+    """Return the address to which engines connect. Raises RefusedError if they may not connect to it."""
+    if master.refusal is None:
+        return master.address
+    if master.hides_reasons:
+        raise RefusedError(UNUSABLE_MASTER)
+    raise RefusedError(master.refusal, fleet=fleet.advice())
+
+
+async def _preflight(fleet: Fleet, spec: GroupSpec, names: Mapping[str, str], limit: float, *, hides_reasons: bool) -> None:
+    """Let the trainer's store answer every pod. Several trainers call before they listen, so agents try until the limit."""
+    body = PreflightRequest(host=spec.host, port=spec.port, deadline=limit, handshake=True).model_dump(mode="json")
     results = await send(AGENT_PREFLIGHT, same_body(names, body), limit + PREFLIGHT_MARGIN_SECONDS, grace=GRACE_SECONDS, idempotent=True)
     failed = failures(results)
+    if failed and hides_reasons:
+        raise RefusedError(UNUSABLE_MASTER)
     if failed:
         name, result = next(iter(failed.items()))
         raise RefusedError(

@@ -12,10 +12,24 @@ Body = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
+class Master:
+    """The decision whether engines may connect to the trainer's store."""
+
+    address: str = ""
+    """Address of the store, also if the trainer named a host."""
+    refusal: Refusal | None = None
+    """Why engines may not connect; None: they may."""
+    hides_reasons: bool = False
+    """True if the caller may not learn which addresses engines reach."""
+
+
+@dataclass(frozen=True)
 class OpenGroup:
     """``/init_weights_update_group``. The body is checked against the engines in the turn of the request."""
 
     body: Body
+    master: Master | None = None
+    """None: engines connect to the host that the body names."""
 
 
 @dataclass(frozen=True)
