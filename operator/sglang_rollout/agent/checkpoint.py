@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from sglang_rollout.agent.engine_model import EngineModel, read_engine_model
-from sglang_rollout.checkpoints.folder import CONFIG, CancelCheck, Model, ProblemsError, read_model, shorten_problems
+from sglang_rollout.checkpoints.allowed import describe_forbidden, is_allowed
+from sglang_rollout.checkpoints.folder import CONFIG, CancelCheck, Model, ProblemsError, read_adapter, read_model, shorten_problems
 from sglang_rollout.checkpoints.format import TensorEntry
 from sglang_rollout.checkpoints.snapshots import list_snapshots, lock_snapshot
 from sglang_rollout.wire.agent import ARCHITECTURE, UNCHECKED, CheckpointReply, CheckpointRequest
@@ -162,6 +163,14 @@ def check(path: str, engine_model: EngineModel, *, end: float = float("inf"), na
     )  # fmt: skip
 
 
+def check_adapter(path: str, *, end: float = float("inf")) -> CheckpointReply:
+    """Check the files of a LoRA adapter. Blocks. Raises ProblemsError, or OSError if a file cannot be read."""
+    found = read_adapter(Path(path))
+    return CheckpointReply(
+        refusal=None, path=path, tensors=len(found.tensors), bytes=found.bytes, digest=_digest(found, _cancel_at(end)), compared=True
+    )
+
+
 def own_tensors(engine_model: EngineModel, *, end: float = float("inf")) -> CheckpointReply:
     """Return the tensors of the model that the engine runs; without ``names`` if this pod cannot read the model."""
     own, why = read_engine_model(engine_model, _cancel_at(end))
@@ -255,14 +264,24 @@ def _digest(model: Model, check_cancelled: CancelCheck) -> str:
     return made.hexdigest()
 
 
+def _check_folder(request: CheckpointRequest, engine_model: EngineModel, end: float) -> CheckpointReply:
+    if not request.path:
+        return own_tensors(engine_model, end=end)
+    if request.allowed and not is_allowed(request.path, request.allowed):
+        return _refuse(describe_forbidden(request.path, request.allowed), RefusalCode.FORBIDDEN)
+    if request.adapter:
+        return check_adapter(request.path, end=end)
+    folder = find_folder(request)
+    return check(str(folder), engine_model, end=end, names=request.names).model_copy(update={"path": str(folder)})
+
+
 def _check_or_refuse(request: CheckpointRequest, engine_model: EngineModel, end: float) -> CheckpointReply:
     try:
-        if not request.path:
-            return own_tensors(engine_model, end=end)
-        folder = find_folder(request)
-        return check(str(folder), engine_model, end=end, names=request.names).model_copy(update={"path": str(folder)})
+        return _check_folder(request, engine_model, end)
     except ProblemsError as error:
         return _refuse(str(error))
+    except OSError as error:
+        return _refuse(f"{request.path} cannot be read here: {error.strerror or error}.")
     except _LateError:
         return _late_reply(request)
     except Exception as error:  # noqa: BLE001 - a file can contain anything, and the caller needs an answer

@@ -131,6 +131,10 @@ TrainerAddress = Annotated[
 """Address, block of addresses, or host name."""
 
 
+CheckpointPath = Annotated[str, Field(max_length=1024, pattern=ABSOLUTE, json_schema_extra=plain_path("security.paths"))]
+"""Absolute path of a folder."""
+
+
 class Callers(PodPeers):
     """Callers that are allowed without a token.
 
@@ -211,6 +215,10 @@ class Security(ApiModel):
     """Further addresses that trainers may name as `master_address`, to which engines then connect: addresses, blocks such as
     `10.1.0.0/16`, or host names. Always allowed are the address of the caller, and pods and `cidrs` of `trainers`; with `control: Open`
     and no `trainerAddresses` every address. Loopback and link-local addresses are never allowed. NetworkPolicies do not change."""
+    paths: list[CheckpointPath] = Field(default_factory=list, max_length=_MAX_ITEMS)
+    """Folders below which trainers may name checkpoints and adapters, as the engines' pods see them, for example `/checkpoints`. Symbolic
+    links must not lead out of them, and names on the Hugging Face hub are refused. Default: every path that an engine can read. Paths in
+    the spec itself, such as `engine.lora.adapters`, need not lie below them."""
     @property
     def trainers_may_generate(self) -> bool:
         """True if trainers may call data paths. The default trainers may not if control paths are not for them."""

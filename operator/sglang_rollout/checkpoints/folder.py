@@ -14,6 +14,7 @@ from typing import Any
 from sglang_rollout.checkpoints.format import LENGTH_BYTES, FormatError, Header, TensorEntry, header_length, parse_header
 
 CONFIG = "config.json"
+ADAPTER_CONFIG = "adapter_config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MAX_JSON_BYTES = 256 * 1024 * 1024
@@ -78,6 +79,22 @@ def read_model(path: Path, *, check_cancelled: CancelCheck = lambda: None) -> Mo
     if problems:
         raise ProblemsError(shorten_problems(problems))
     return Model(path, config, files)
+
+
+def read_adapter(path: Path) -> Model:
+    """Read the config and all headers of a LoRA adapter.
+
+    Raises:
+        ProblemsError: A file is missing or truncated, or the weights are no safetensors files.
+        OSError: The folder cannot be listed.
+    """
+    if not path.is_dir():
+        raise ProblemsError([_describe_missing_folder(path)])
+    config = read_json(path / ADAPTER_CONFIG)
+    names = sorted(entry.name for entry in path.iterdir() if entry.name.endswith(".safetensors"))
+    if not names:
+        raise ProblemsError([f"{path} has no safetensors file: other files can run code when read. Save the adapter as safetensors."])
+    return Model(path, config, {name: read_header(path / name) for name in names})
 
 
 def read_header(path: Path) -> Header:

@@ -146,6 +146,10 @@ class CheckpointRequest(Message):
     """Set if ``path`` is a directory of snapshots: find the snapshot of this version."""
     names: bool = False
     """Return the tensors' names, too. Sent to one engine only, because a model may have 50,000 tensors."""
+    adapter: bool = False
+    """True: ``path`` is a LoRA adapter. It is compared with no model."""
+    allowed: list[str] = Field(default_factory=list)
+    """Folders below which ``path`` and all its files must lie, also after symbolic links; empty: all. The refusal is ``Forbidden``."""
     fleet_id: str = ""
     """With ``snapshot``: ID of the fleet that committed the version."""
     deadline: float = Field(default=60.0, gt=0)

@@ -10,10 +10,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
+from sglang_rollout.checkpoints.allowed import is_below
 from sglang_rollout.coordinator.update.engine import Engine
 from sglang_rollout.coordinator.update.events import Result
 from sglang_rollout.coordinator.update.membership import refuse_asleep
 from sglang_rollout.coordinator.update.model import Fleet
+from sglang_rollout.coordinator.update.named_folders import check_folder, read_adapters
 from sglang_rollout.coordinator.update.requests import Answer, Body, LoadAdapter, UnloadAdapter
 from sglang_rollout.coordinator.update.steps import Results, failures, results_by_engine, same_body, send
 from sglang_rollout.sglang.api import ControlCall
@@ -27,13 +29,21 @@ ROW_CHARACTERS = 110
 """Characters of a row beside name, path and reason."""
 MAX_REASONS_CHARACTERS = 20_000
 """Room in the record for the reasons of all rows together. ``GET /fleet`` has the whole reasons."""
+FORBIDDEN = "It is loaded on no engine, because its path is not below a folder of security.paths."
+"""Message in the row of an adapter that a trainer has loaded before ``security.paths`` changed."""
 RETRY_SECONDS = 30.0
 """When an adapter that an engine could not load or unload is tried again: the volume may have the files by then."""
 
 
 def wanted_adapters(fleet: Fleet) -> dict[str, Adapter]:
-    """Return by name the adapters that trainers have loaded and those of the spec, which win."""
-    return {**fleet.adapters.of_trainers, **(fleet.adapters.of_spec or {})}
+    """Return by name the adapters that trainers have loaded and those of the spec, which win. Forbidden adapters are not wanted."""
+    return {**_allowed_of_trainers(fleet), **(fleet.adapters.of_spec or {})}
+
+
+def _allowed_of_trainers(fleet: Fleet) -> dict[str, Adapter]:
+    """Return the adapters of trainers without those that ``security.paths`` forbids since it changed."""
+    of_trainers = fleet.adapters.of_trainers
+    return {name: adapter for name, adapter in of_trainers.items() if not fleet.paths or is_below(adapter.path, fleet.paths)}
 
 
 def adapter_of(row: Adapter) -> Adapter:
@@ -48,17 +58,27 @@ def rows(fleet: Fleet, room: int | None = None) -> list[AdapterRow]:
         fleet: The fleet.
         room: Characters for all messages; None: all.
     """
-    adapters = wanted_adapters(fleet)
+    wanted, of_spec = wanted_adapters(fleet), fleet.adapters.of_spec or {}
+    adapters = {**fleet.adapters.of_trainers, **of_spec}
     each = None if room is None else room // max(1, len(adapters))
     engines = [engine for engine in fleet.engines.values() if engine.up]
+
+    def message(name: str) -> str:
+        troubles = (engine.adapter_trouble[name] for engine in engines if name in engine.adapter_trouble)
+        return next(troubles, "" if name in wanted else FORBIDDEN)[:each]
+
     return [
         AdapterRow(
-            name=name, path=adapter.path, pinned=adapter.pinned, by_spec=name in (fleet.adapters.of_spec or {}), wanted=len(fleet.engines),
+            name=name,
+            path=adapter.path,
+            pinned=adapter.pinned,
+            by_spec=name in of_spec,
+            wanted=len(fleet.engines) if name in wanted else 0,
             loaded=sum(engine.adapters.get(name) == adapter.path for engine in engines),
-            message=next((engine.adapter_trouble[name] for engine in engines if name in engine.adapter_trouble), "")[:each],
+            message=message(name),
         )
         for name, adapter in adapters.items()
-    ]  # fmt: skip
+    ]
 
 
 def next_call(fleet: Fleet) -> tuple[str, Mapping[str, Body]] | None:
@@ -79,7 +99,11 @@ def next_call(fleet: Fleet) -> tuple[str, Mapping[str, Body]] | None:
         later = {other for other, at in engine.adapters_at.items() if fleet.now < at}
         # Without a list in the spec, adapters that no trainer loaded through the fleet are left alone.
         by_spec = fleet.adapters.of_spec is not None
-        ours = {other: path for other, path in there.items() if other in goal or by_spec or engine.has_outdated_adapter(other)}
+        ours = {
+            other: path
+            for other, path in there.items()
+            if by_spec or other in goal or other in fleet.adapters.of_trainers or engine.has_outdated_adapter(other)
+        }
         wrong = [other for other, path in ours.items() if goal.get(other) != path or engine.has_outdated_adapter(other)]
         extra = next((other for other in wrong if other not in later), None)
         missing = next((other for other in goal if other not in there and other not in later), None)
@@ -94,7 +118,9 @@ def next_call(fleet: Fleet) -> tuple[str, Mapping[str, Body]] | None:
 
 async def reconcile(fleet: Fleet, path: str, bodies: Mapping[str, Body]) -> Answer:
     """Make the call of :func:`next_call`. A failure is reported in the row of the adapter, and the call is tried again later."""
-    results = await _call(fleet, path, bodies)
+    refused = await _refused_folders(fleet, bodies) if path == ControlCall.LOAD_ADAPTER.path else {}
+    called = await _call(fleet, path, {name: body for name, body in bodies.items() if name not in refused})
+    results = {**refused, **called}
     for name, result in results.items():
         adapter = str(bodies[name]["lora_name"])
         fleet.engines[name].adapter_trouble.pop(adapter, None)
@@ -103,7 +129,23 @@ async def reconcile(fleet: Fleet, path: str, bodies: Mapping[str, Body]) -> Answ
     return Answer(200, f"{path} on {len(results)} engines, {len(failures(results))} refused.")
 
 
-async def load(fleet: Fleet, ask: LoadAdapter) -> Answer:
+async def _refused_folders(fleet: Fleet, bodies: Mapping[str, Body]) -> Results:
+    """Return the engines whose pods refuse the folder of a trainer's adapter, which may have changed since the trainer's call."""
+    of_spec = fleet.adapters.of_spec or {}
+    paths = {name: str(body["lora_path"]) for name, body in bodies.items() if body["lora_name"] not in of_spec}
+    return failures(await read_adapters(fleet, paths)) if fleet.paths else {}
+
+
+async def check_adapter(fleet: Fleet, ask: LoadAdapter) -> None:
+    """With ``security.paths``, have every pod read the adapter.
+
+    Without, SGLang checks it: the path may be a name on the Hugging Face hub, or a folder that only the engine's container has.
+    """
+    if fleet.paths:
+        await check_folder(fleet, ask.path, fleet.up(), adapter=True)
+
+
+async def load(fleet: Fleet, ask: LoadAdapter, _checked: None = None) -> Answer:
     """Load an adapter on every engine, or on none.
 
     An adapter of the same name is unloaded first. Meanwhile gates refuse requests for it.
@@ -129,7 +171,7 @@ async def load(fleet: Fleet, ask: LoadAdapter) -> Answer:
 
 async def _undo_load(fleet: Fleet, ask: LoadAdapter, failed: Results, unloaded: Results, loaded: Results) -> Answer:
     """Restore the earlier adapter after a failed load. If it had the same path, no engine holds the adapter afterwards."""
-    before = fleet.adapters.of_trainers.get(ask.name)
+    before = _allowed_of_trainers(fleet).get(ask.name)
     what = "load" if loaded else "unload"
     undone = await _call(fleet, ControlCall.UNLOAD_ADAPTER.path, same_body(_succeeded(loaded), {"lora_name": ask.name}))
     if before is None or before.path == ask.path:

@@ -50,7 +50,8 @@ def find_checkpoint(fleet: Fleet) -> Checkpoint | None:
     if version is None or version.is_base:
         return None
     if fleet.weights.disk is not None and fleet.weights.disk.version == version:
-        return Checkpoint(CheckpointRequest(path=fleet.weights.disk.path, deadline=limit), fleet.weights.disk.digest)
+        request = CheckpointRequest(path=fleet.weights.disk.path, deadline=limit, allowed=list(fleet.paths))
+        return Checkpoint(request, fleet.weights.disk.digest)
     place = fleet.policy.catch_up.disk
     if place is None:
         return None

@@ -61,6 +61,8 @@ class Fleet:
     seq: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     """Source of sequence numbers. They order the syncs that are sent and the events between them."""
     policy: Weights = field(default_factory=Weights)
+    paths: tuple[str, ...] = ()
+    """Folders below which trainers may name checkpoints and adapters; empty: all."""
     generation: int = 0
     """Generation of the intent that was acted on."""
     weights: Committed = field(default_factory=Committed)

@@ -15,10 +15,12 @@ from sglang_rollout.checkpoints.format import DTYPE_OF_TORCH, ITEM_BITS
 from sglang_rollout.coordinator.update.events import Result
 from sglang_rollout.coordinator.update.membership import require_members
 from sglang_rollout.coordinator.update.model import Fleet
+from sglang_rollout.coordinator.update.named_folders import check_folder
 from sglang_rollout.coordinator.update.outcome import fail_update, reply_and_fence_dropped, verify_and_commit
 from sglang_rollout.coordinator.update.phases import Phase
 from sglang_rollout.coordinator.update.phases import Update as OpenUpdate
 from sglang_rollout.coordinator.update.requests import Answer, Body, FromDisk, Update
+from sglang_rollout.coordinator.update.signatures import refuse_unsigned
 from sglang_rollout.coordinator.update.steps import (
     GRACE_SECONDS,
     Results,
@@ -177,25 +179,11 @@ async def check_checkpoint(fleet: Fleet, ask: FromDisk) -> CheckedFolder:
     SGLang dies of truncated files and of wrong shapes, and loads a wrong architecture with equal shapes without an error. So no engine
     receives the call before all pods can read the checkpoint.
     """
-    boots, limit = require_members(fleet), fleet.policy.deadlines.update_seconds
-    body = CheckpointRequest(path=ask.path, deadline=limit).model_dump(mode="json")
-    bodies, first = same_body(boots, body), next(iter(boots))
-    bodies[first] = {**body, "names": True}
-    results = await send(AGENT_CHECKPOINT, bodies, limit + CHECKPOINT_MARGIN_SECONDS, idempotent=True)
-    failed = failures(results)
-    if failed:
-        name, result = next(iter(failed.items()))
-        raise RefusedError(
-            f"engine {name} cannot load {ask.path}: {result.message.rstrip('.')}. No engine received the call.",
-            fleet={**fleet.advice(), "engine": name, "phase": Phase.PREPARE.value, "engines": results_by_engine(results)},
-        )
-    contents = {result.digest for result in results.values()}
-    if len(contents) > 1:
-        raise RefusedError(
-            f"{ask.path} holds different checkpoints on the engines' nodes: it must be one shared volume. No engine received the call.",
-            fleet={**fleet.advice(), "phase": Phase.PREPARE.value, "engines": {name: result.digest for name, result in results.items()}},
-        )
-    return CheckedFolder(boots, results, results[first].names, contents.pop())
+    refuse_unsigned(fleet, None)
+    boots = require_members(fleet)
+    results = await check_folder(fleet, ask.path, boots)
+    first = results[next(iter(boots))]
+    return CheckedFolder(boots, results, first.names, first.bytes, first.digest)
 
 
 async def load_from_disk(fleet: Fleet, ask: FromDisk, checked: CheckedFolder) -> Answer:

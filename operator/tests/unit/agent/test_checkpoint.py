@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import struct
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_rollout.agent import checkpoint
 from sglang_rollout.agent.checkpoint import CheckpointCheck, check, own_tensors
 from sglang_rollout.agent.engine_model import EngineModel, hub_folder
+from sglang_rollout.checkpoints.folder import Model, read_model
 from sglang_rollout.checkpoints.format import build_header, parse_header
 from sglang_rollout.wire.agent import CheckpointReply, CheckpointRequest
 from tests.support.tiny_models import INDEX, TENSORS, file_bytes, write_model
@@ -337,18 +340,22 @@ def test_files_that_the_agent_cannot_read_are_named(tmp_path: Path) -> None:
     assert "cannot be read here" in verdict(folder, None)
 
 
-async def test_a_volume_that_hangs_is_given_up_and_not_read_twice(tmp_path: Path) -> None:
-    folder = write_model(tmp_path / "new")
-    (folder / "config.json").unlink()
-    os.mkfifo(folder / "config.json")  # opening it blocks, as a dead file server would
-    checker = CheckpointCheck()
-    request = CheckpointRequest(path=str(folder), deadline=0.3)
-    reply = await checker.run(request, EngineModel())
-    assert "was not read within 0.3 s" in message_of(reply)
-    assert "still runs" in message_of(await checker.run(request, EngineModel()))
-    with (folder / "config.json").open("w") as server:
-        server.write("{}")
-    await asyncio.sleep(0.2)
-    (folder / "config.json").unlink()
-    write_model(folder)
-    assert (await checker.run(request, EngineModel())).refusal is None
+async def test_a_volume_that_hangs_is_given_up_and_not_read_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    volume_answers, reads = threading.Event(), []
+
+    def read(folder: Path, **options: Any) -> Model:
+        reads.append(folder)
+        volume_answers.wait()
+        return read_model(folder, **options)
+
+    monkeypatch.setattr(checkpoint, "read_model", read)
+    checker, path = CheckpointCheck(), str(write_model(tmp_path / "new"))
+    reply = await checker.run(CheckpointRequest(path=path, deadline=0.1), EngineModel())
+    assert "was not read within 0.1 s" in message_of(reply)
+    patient = CheckpointRequest(path=path, deadline=300)
+    assert "still runs" in message_of(await checker.run(patient, EngineModel()))
+    volume_answers.set()
+    while "still runs" in message_of(reply := await checker.run(patient, EngineModel())):
+        await asyncio.sleep(0.01)
+    assert reply.refusal is None
+    assert len(reads) == 2
