@@ -198,6 +198,8 @@ class Agent:
         refused = self._refusal(call, body)
         if refused is None and call == ControlCall.RELEASE_MEMORY:
             refused = await self._release_refusal() or self._refusal(call, body)
+        if refused is None and call == ControlCall.UPDATE_TENSOR:
+            refused = await asyncio.to_thread(guards.handles_refusal, body) or self._refusal(call, body)
         if refused is not None:
             return refusal_reply(refused.status, refused.message)
         if call == ControlCall.RELEASE_MEMORY and not guards.tags_of(call, body, self.state.record.interruption.released):

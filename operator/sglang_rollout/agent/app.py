@@ -56,12 +56,14 @@ class Routes:
         fence: Gives up updates.
         model_path: Model that the engine was started with; None if only the engine knows it.
         head_pod: The agent's role in an engine with several pods; None for an engine with one pod.
+        takes_tensors: True if the trainer sends handles of its tensors to the engine.
     """
 
-    def __init__(self, agent: Agent, *, fence: Fence, model_path: str | None, head_pod: HeadPod | None) -> None:
+    def __init__(self, agent: Agent, *, fence: Fence, model_path: str | None, head_pod: HeadPod | None, takes_tensors: bool) -> None:
         self._agent = agent
         self._head_pod = head_pod
         self._model_path = model_path
+        self._not_offered = guards.NOT_OFFERED if takes_tensors else {**guards.NOT_OFFERED, **guards.NO_TENSORS}
         self._checkpoints = CheckpointCheck()
         self._own_model = CheckpointCheck()
         self._own_model_lock = asyncio.Lock()
@@ -93,7 +95,7 @@ class Routes:
             ports.AGENT_FENCE: self.fence,
             ControlCall.ABORT_REQUEST.path: self.abort,
             **{f"/{call}": self.control for call in guards.FORWARDED},
-            **{f"/{call}": self.not_offered for call in guards.NOT_OFFERED},
+            **{f"/{call}": self.not_offered for call in self._not_offered},
         }
 
     # Without a token
@@ -202,7 +204,7 @@ class Routes:
     async def not_offered(self, request: web.Request) -> web.StreamResponse:
         """Refuse a call of SGLang that cannot work here."""
         call = request.path.removeprefix("/")
-        return refuse(501, f"{call} is not offered: {guards.NOT_OFFERED[ControlCall(call)]}.")
+        return refuse(501, f"{call} is not offered: {self._not_offered[ControlCall(call)]}.")
 
     async def member_report(self, request: web.Request) -> web.StreamResponse:
         """Accept a report of a member pod, which knows no term."""
@@ -236,6 +238,7 @@ def make_app(
     model_path: str | None = None,
     head_pod: HeadPod | None = None,
     relay: Relay | None = None,
+    takes_tensors: bool = False,
 ) -> web.Application:
     """Return the application with all routes of an agent.
 
@@ -246,9 +249,10 @@ def make_app(
         model_path: Model that the engine was started with; None if only the engine knows it.
         head_pod: The agent's role in an engine with several pods.
         relay: For an engine on its trainer's GPUs, forwards calls without a token.
+        takes_tensors: True if the trainer sends handles of its tensors to the engine.
     """
-    routes = Routes(agent, fence=fence, model_path=model_path, head_pod=head_pod)
-    access = Access(agent, token, relay.hint if relay is not None else "")
+    routes = Routes(agent, fence=fence, model_path=model_path, head_pod=head_pod, takes_tensors=takes_tensors)
+    access = Access(agent, credentials, relay.hint if relay is not None else "")
     app = web.Application(client_max_size=MAX_BODY, middlewares=[_answer_errors, answer_refusals])
     protected = routes.protected()
 

@@ -71,6 +71,7 @@ class Settings:
     tensor_size: int | None = None
     model_path: str | None = None
     fleet_url: str | None = None
+    takes_tensors: bool = False
     place: Place | None = None
 
 
@@ -113,6 +114,7 @@ class Settings:
 @click.option(
     "--fleet-url", help="For an engine on its trainer's GPUs: URL of the fleet, which receives the trainer's calls without a token."
 )
+@click.option("--takes-tensors", is_flag=True, help="For an engine whose trainer sends it handles of tensors on the same GPUs.")
 @logging_options
 def command(
     *,
@@ -195,7 +197,15 @@ async def run(settings: Settings) -> None:
         if files is not None:
             work.append(_repeat(_INTERVAL, "watching for a drain", lambda: watch_drain(agent, files, is_other_pod_draining)))
             work.append(_repeat(_INTERVAL, "watching for a hang", HangWatch(agent, files.kill).watch))
-        app = make_app(agent, token=settings.token, fence=fence, model_path=settings.model_path, head_pod=head_pod, relay=relay)
+        app = make_app(
+            agent,
+            credentials=settings.credentials,
+            fence=fence,
+            model_path=settings.model_path,
+            head_pod=head_pod,
+            relay=relay,
+            takes_tensors=settings.takes_tensors,
+        )
         await _serve(app, settings.listen, work, f"Agent of {name} at {settings.listen}, engine {url}.")
 
 

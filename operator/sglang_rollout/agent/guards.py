@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from sglang_rollout.agent import handles
 from sglang_rollout.agent import state as s
 from sglang_rollout.agent.interruption import Cause
 from sglang_rollout.proxy.gate_map import ADAPTERS_LONGEST, encode_adapters
@@ -32,6 +33,8 @@ NOT_OFFERED: Mapping[ControlCall, str] = {
     ControlCall.SEND_WEIGHTS: "with an unknown process group it ends the engine's process",
 }
 """SGLang's calls that are refused, and why."""
+NO_TENSORS: Mapping[ControlCall, str] = {ControlCall.UPDATE_TENSOR: "only engines with spec.mode Hybrid receive handles of tensors"}
+"""The calls that are refused in other modes, and why."""
 FORWARDED = frozenset(ControlCall) - NOT_OFFERED.keys() - {ControlCall.ABORT_REQUEST}
 """SGLang's control calls that an agent forwards, one at a time. An abort may overtake these calls."""
 _NEED_WEIGHTS = frozenset(
@@ -162,6 +165,13 @@ def _tensors_refusal(facts: s.EngineFacts | None, body: dict[str, Any]) -> Refus
         needed = f"one payload for each of the engine's {ranks} ranks; a rank without a payload ends its process."
         return _invalid(f"{ControlCall.UPDATE_TENSOR}: serialized_named_tensors must hold {needed}")
     return None
+
+
+def handles_refusal(body: dict[str, Any]) -> Refusal | None:
+    """Return why SGLang must not unpickle the tensors of ``/update_weights_from_tensor``; None if it may. Takes milliseconds."""
+    problems = (handles.find_problem(payload) for payload in body["serialized_named_tensors"])
+    found = next(filter(None, problems), "")
+    return _invalid(f"{ControlCall.UPDATE_TENSOR}: {found}") if found else None
 
 
 def _load_refusal(record: s.EngineRecord, name: str) -> Refusal | None:

@@ -128,6 +128,8 @@ class RecentUpdate(ApiModel):
     """Duration from the first pause or call to the end; absent if it is not known."""
     bytes: int | None = None
     """Bytes of the tensors that were sent. Absent if they are not known, as for handles of GPU memory."""
+    reason: Code = ""
+    """Why the update did not commit on all engines, as a CamelCase code; empty if it did."""
     message: str = Field(default="", max_length=MAX_RECENT_CHARACTERS)
     """Why, as a sentence. Long sentences are cut."""
 

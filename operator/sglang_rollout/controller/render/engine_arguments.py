@@ -89,10 +89,13 @@ def agent_args(rollout: SGLangRollout, engine: str, ports: EnginePorts) -> list[
         head = f"{_head_pod_host(rollout, engine)}:{ports.gate}"
         # Brackets, because the address may be IPv6. Around IPv4 they are ignored.
         args += ["--nodes", str(pods), "--node-rank", _RANK, "--leader", head, "--advertise", f"[$({_IP_ENV})]:{ports.gate}"]
-    if rollout.spec.mode is not Mode.STANDALONE:
-        # A co-located trainer calls each engine by itself. The agent forwards such calls to the coordinator.
-        args += ["--fleet-url", names.public_url(rollout.name, rollout.namespace, FRONT_PORT)]
-    return args
+    if rollout.spec.mode is Mode.HYBRID:
+        args.append("--takes-tensors")
+    if signatures := rollout.spec.security.signatures:
+        args += ["--public-keys", names.PUBLIC_KEYS_DIR, "--rollout-uid", rollout.metadata.uid]
+        args += ["--require-checksums"] if signatures.require_checksums else []
+    # A co-located trainer calls each engine by itself. The agent forwards such calls to the coordinator.
+    return [*args, *tls.agent_arguments(rollout)]
 
 
 def engine_environment(rollout: SGLangRollout) -> list[Object]:

@@ -29,6 +29,7 @@ from tests.contract.support.agent_pod import TOKEN, until
 from tests.contract.support.stub_engine import StubEngine, stub_engine
 from tests.support.ports import free_port
 
+NO_TENSORS = base64.b64encode(pickle.dumps([], 4)).decode()
 COORDINATORS = {"Authorization": f"Bearer {TOKEN}", TERM_HEADER: "1"}
 
 
@@ -154,7 +155,7 @@ async def test_flush_cache_may_be_a_get(lab: Lab) -> None:
 
 async def test_the_coordinators_own_calls_reach_the_engine(lab: Lab) -> None:
     for call in ("begin_weight_update", "update_weights_from_tensor", "end_weight_update"):
-        status, _, said, _ = await lab.ask(f"/{call}", json={"serialized_named_tensors": ["gASV"]}, headers=COORDINATORS)
+        status, _, said, _ = await lab.ask(f"/{call}", json={"serialized_named_tensors": [NO_TENSORS]}, headers=COORDINATORS)
         assert status == 200, said
     assert lab.engine.calls == ["begin_weight_update", "update_weights_from_tensor", "end_weight_update"]
     assert (await lab.ask("/flush_cache", json={}, headers=COORDINATORS | {"Authorization": "Bearer guess"}))[0] == 403
@@ -169,6 +170,26 @@ async def test_every_other_call_needs_the_token(lab: Lab, path: str) -> None:
     assert all(call in said for call in RELAYED)
     assert lab.coordinator.url in said
     assert lab.coordinator.asked == []
+
+
+async def test_a_pickle_that_names_more_than_handles_never_reaches_the_engine(lab: Lab) -> None:
+    assert (await lab.ask("/begin_weight_update", json={}, headers=COORDINATORS))[0] == 200
+    body = {"serialized_named_tensors": [NO_TENSORS, base64.b64encode(pickle.dumps(eval, 4)).decode()]}
+    status, reason, _, _ = await lab.ask("/update_weights_from_tensor", json=body, headers=COORDINATORS)
+    assert (status, "serialized_named_tensors names builtins.eval" in reason) == (400, True)
+    assert lab.engine.calls == ["begin_weight_update"]
+
+
+async def test_an_engine_of_another_mode_takes_no_tensors(tmp_path: Path) -> None:
+    async with agent_lab(tmp_path, takes_tensors=False) as lab:
+        assert (await lab.ask("/begin_weight_update", json={}, headers=COORDINATORS))[0] == 200
+        body = {"serialized_named_tensors": [NO_TENSORS]}
+        status, reason, _, _ = await lab.ask("/update_weights_from_tensor", json=body, headers=COORDINATORS)
+        assert (status, "only engines with spec.mode Hybrid" in reason) == (501, True)
+        assert (await lab.ask("/update_weights_from_tensor", json=body))[0] == 409, (
+            "a trainer's call reaches the coordinator, which refuses it"
+        )
+        assert lab.engine.calls == ["begin_weight_update"]
 
 
 async def test_without_a_fleet_url_every_call_needs_the_token(tmp_path: Path) -> None:
