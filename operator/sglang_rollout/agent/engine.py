@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import os
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from sglang_rollout.wire.trainer import ControlReply
 
 log = logging.getLogger(__name__)
 
+_LONGEST_FILE = 65536
+"""Bytes of a file of the engine's container that are read."""
 _CUMEM = "NCCL_CUMEM_ENABLE"
 
 
@@ -83,12 +86,10 @@ class StartBarrier:
             return
         if verdict is Verdict.GO and not self.is_started(boot_id):
             log.info("All pods of the engine are ready: starting SGLang.")
-            new = self.files.go.with_suffix(".new")
-            new.write_text(boot_id)
-            os.replace(new, self.files.go)
+            replace_file(self.files.go, boot_id)
         if verdict is Verdict.END and self._ended != boot_id:
             log.warning("Requesting the restart of this pod's engine container: %s", reason)
-            self.files.kill.write_text(termination_message(f"This pod restarts with the other pods of its engine: {reason}"))
+            replace_file(self.files.kill, termination_message(f"This pod restarts with the other pods of its engine: {reason}"))
             self._ended = boot_id
 
 
@@ -162,11 +163,10 @@ def read_nccl(file: Path, info: dict[str, Any]) -> Nccl | None:
 
     SGLang sets one more variable at its start, depending on its options ``info``.
     """
-    try:
-        lines = file.read_text(errors="replace").splitlines()
-    except OSError:
+    text = read_text(file)
+    if text is None:
         return None
-    found = dict(line.split("=", 1) for line in lines if "=" in line)
+    found = dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
     version = found.pop("version", "").strip() or None
     settings = {key: value for key, value in found.items() if key.startswith("NCCL_")}
     # SGLang 0.5.23, entrypoints/engine.py, _set_envs_and_config. With these two options the value depends on the hardware, too.
@@ -186,8 +186,25 @@ def read_all_reduce(file: Path) -> float | None:
 
 
 def read_text(file: Path) -> str | None:
-    """Return a file's text without surrounding blanks; None if it is empty or cannot be read."""
+    """Return a file's text without surrounding blanks; None if it is empty or cannot be read.
+
+    Model code can write anything into the folder: a link to a secret is not followed, and a pipe does not block.
+    """
     try:
-        return file.read_text(errors="replace").strip() or None
+        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return None
+    try:
+        return os.read(descriptor, _LONGEST_FILE).decode(errors="replace").strip() or None
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+
+
+def replace_file(file: Path, text: str = "") -> None:
+    """Write a file for the engine's container. A link of that name is replaced, not followed. Raises OSError."""
+    new = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
+    with new.open("x") as opened:
+        opened.write(text)
+    os.replace(new, file)

@@ -10,6 +10,7 @@ from pathlib import Path
 from sglang_rollout.agent import events as ev
 from sglang_rollout.agent import state as s
 from sglang_rollout.agent.agent import Agent
+from sglang_rollout.agent.engine import replace_file
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.sglang.client import EngineError, Reply
 from sglang_rollout.wire.agent import AckRequest, FenceRequest
@@ -107,7 +108,7 @@ class Fence:
         todo = "it has to be restarted" if self._kill_file is None else "requesting its restart"
         log.error("The engine has not answered %s for %g s after the update was given up: %s.", call, self._stuck_after, todo)
         if self._kill_file is not None:
-            await asyncio.to_thread(self._kill_file.touch)
+            await asyncio.to_thread(replace_file, self._kill_file)
         await asyncio.wait({running})
         if self._kill_file is not None:  # the engine has answered or restarted
             await asyncio.to_thread(self._kill_file.unlink, missing_ok=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 from sglang_rollout.agent import events as ev
 from sglang_rollout.agent import state as s
 from sglang_rollout.agent.agent import Agent
-from sglang_rollout.agent.engine import RunFiles
+from sglang_rollout.agent.engine import RunFiles, replace_file
 from sglang_rollout.agent.interruption import next_call
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.sglang.client import HEALTH_SECONDS, EngineError
@@ -68,7 +68,7 @@ class HangWatch:
         if self._failed_checks < _MIN_FAILED_CHECKS or silence < limit:
             return
         log.error("The engine has not answered for %.0f s although no call keeps it busy: requesting its restart.", silence)
-        self._kill_file.touch()
+        replace_file(self._kill_file)
         self._is_restart_requested = True
         self._failed_checks, self._silent_since = 0, None  # request the restart once, then count again
 
@@ -139,7 +139,7 @@ async def watch_drain(agent: Agent, files: RunFiles, is_other_pod_draining: Call
             files.drained.unlink(missing_ok=True)
         return  # the gate closes first; the next check asks whether the engine is idle
     if wanted and not files.drained.exists() and await _is_idle(agent):
-        files.drained.touch()
+        replace_file(files.drained)
         log.info("Drained: no request runs on the engine.")
 
 

@@ -19,7 +19,7 @@ from prometheus_client.aiohttp import make_aiohttp_handler
 
 from sglang_rollout.agent.access import answer_refusals, check_token, read_message, refuse
 from sglang_rollout.agent.checkpoint import CheckpointCheck
-from sglang_rollout.agent.engine import StartBarrier
+from sglang_rollout.agent.engine import StartBarrier, replace_file
 from sglang_rollout.agent.engine_model import EngineModel
 from sglang_rollout.agent.launch.rank_lifecycle import GRACE_SECONDS, Link
 from sglang_rollout.agent.reachability import is_cut, preflight
@@ -87,7 +87,7 @@ class MemberPod:
         up, address = self.up and started, str(self._own)
         reply = await self._send(MemberReport(rank=self.rank, address=address, boot_id=boot_id, released=started, up=up, draining=draining))
         if draining and (not started or (reply is not None and reply.drained)):
-            files.drained.touch()
+            replace_file(files.drained)
         if reply is not None:
             self._link = Link()
             self._barrier.carry_out(reply.verdict, boot_id, reply.message)

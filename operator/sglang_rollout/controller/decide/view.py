@@ -15,6 +15,7 @@ import pydantic
 
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.controller.decide.drift import Ownership
+from sglang_rollout.controller.decide.overlay_mounts import find_forbidden_mount
 from sglang_rollout.controller.decide.pod_shapes import find_misfit
 from sglang_rollout.controller.decide.pods import Pod, count_designed_pods
 from sglang_rollout.controller.decide.prerequisites import Cluster
@@ -307,7 +308,7 @@ def _parse_rollout(cr: Object) -> tuple[SGLangRollout | None, str]:
         where = ".".join(str(part) for part in first["loc"])
         problem = end_sentence(f"{where}: {first['msg']}")
         return None, f"{problem} The object was stored under another version of the API: apply it again."
-    problem = find_misfit(rollout)
+    problem = find_misfit(rollout) or find_forbidden_mount(rollout)
     return (None, problem) if problem else (rollout, "")
 
 

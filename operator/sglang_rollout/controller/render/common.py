@@ -92,6 +92,15 @@ def restricted() -> Object:
     }
 
 
+def unprivileged(*capabilities: str) -> Object:
+    """Return a security context for the user's image, which may need root: only the named capabilities.
+
+    Without NET_RAW the container cannot read the credentials of calls to other containers of its pod.
+    """
+    added = {"add": list(capabilities)} if capabilities else {}
+    return {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"], **added}}
+
+
 def http_probe(path: str, port: int, **timing: int) -> Object:
     """Return a probe that gets ``path`` from ``port``."""
     return {"httpGet": {"path": path, "port": port}, **timing}
@@ -109,9 +118,15 @@ def container_resources(resources: Resources) -> Object:
     return {part: {name: str(value) for name, value in values.items()} for part, values in parts.items() if values}
 
 
-def control_volume(rollout: api.SGLangRollout) -> Object:
-    """Return the volume with the control token. All users of a container may read it; only own containers mount it."""
-    return {"name": "control", "secret": {"secretName": names.control_name(rollout.name), "defaultMode": 0o444}}
+def memory_volume(name: str) -> Object:
+    """Return a small volume in memory."""
+    return {"name": name, "emptyDir": {"medium": "Memory", "sizeLimit": "16Mi"}}
+
+
+def control_volume(secret: str, key: str = names.TOKEN_KEY) -> Object:
+    """Return the volume with one value of a Secret. All users of a container may read it; only own containers mount it."""
+    items = [{"key": key, "path": names.TOKEN_KEY}]
+    return {"name": "control", "secret": {"secretName": secret, "items": items, "defaultMode": 0o444}}
 
 
 _QUANTITY = re.compile(r"([+-]?\d+(?:\.\d*)?|\.\d+)(?:([eE][+-]?\d+)|([KMGTPE]i|[numkMGTPE])?)")

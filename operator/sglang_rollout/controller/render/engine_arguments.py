@@ -14,7 +14,6 @@ from sglang_rollout.controller.render import names
 from sglang_rollout.controller.render.common import HOME_ENV, Object
 from sglang_rollout.controller.render.names import OF_POD, EnginePorts
 from sglang_rollout.controller.render.storage import CACHE_DIR
-from sglang_rollout.wire.ports import FRONT_PORT
 from sglang_rollout.wire.states import BASE_LABEL
 
 _RANK = f"$({NODE_RANK_ENV})"
@@ -76,7 +75,7 @@ def agent_args(rollout: SGLangRollout, engine: str, ports: EnginePorts) -> list[
     args = [
         *("--name", engine),
         *("--engine-url", f"http://127.0.0.1:{ports.engine}"),
-        *("--listen", f"127.0.0.1:{ports.agent}"),
+        *("--listen", f"unix@{names.AGENT_SOCKET}"),
         *("--gate-socket", names.GATE_SOCKET),
         *("--state-dir", names.AGENT_STATE_DIR),
         *("--token-file", names.TOKEN_FILE),

@@ -45,6 +45,8 @@ KILL_GRACE_SECONDS = 3
 """Grace after a failed liveness probe. An engine that the agent wants killed does not react to SIGTERM."""
 
 RUN_MOUNT: Object = {"name": "run", "mountPath": names.RUN_DIR}
+GATE_MOUNT: Object = {"name": "rollout-gate", "mountPath": names.GATE_DIR}
+AGENT_MOUNT: Object = {"name": "rollout-agent", "mountPath": names.AGENT_STATE_DIR}
 
 
 def engine_statefulsets(rollout: SGLangRollout, settings: Settings, avoided: Sequence[str] = ()) -> list[Object]:
@@ -105,7 +107,7 @@ def _pod_template(rollout: SGLangRollout, settings: Settings, index: int, revisi
             "initContainers": [*downloads(rollout), _gate(rollout, settings, ports), _agent(rollout, settings, name, ports)],
             "containers": [_engine(rollout, name, ports)],
             "volumes": [
-                {"name": "run", "emptyDir": {"medium": "Memory", "sizeLimit": "16Mi"}},
+                *(common.memory_volume(mount["name"]) for mount in (RUN_MOUNT, GATE_MOUNT, AGENT_MOUNT)),
                 {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": rollout.spec.engine.shm}},
                 common.TMP_VOLUME,
                 common.control_volume(rollout),
@@ -118,17 +120,18 @@ def _pod_template(rollout: SGLangRollout, settings: Settings, index: int, revisi
 
 def _gate(rollout: SGLangRollout, settings: Settings, ports: EnginePorts) -> Object:
     """Return the first sidecar. Its probes must not depend on the agent, which starts after they pass."""
+    engine = rollout.spec.engine
     return common.own_container(
         GATE_CONTAINER,
         settings.router_image,
         settings,
         command=("proxy", "gate"),
-        mounts=[RUN_MOUNT, common.TMP_MOUNT],
+        mounts=[GATE_MOUNT, common.TMP_MOUNT],
         restartPolicy="Always",
         args=[
             *("--listen", f"[::]:{ports.gate}"),
             *("--engine", f"127.0.0.1:{ports.engine}"),
-            *("--agent", f"127.0.0.1:{ports.agent}"),
+            *("--agent", f"unix@{names.AGENT_SOCKET}"),
             *("--socket", names.GATE_SOCKET),
             *("--metrics-listen", f"[::]:{ports.metrics}"),
             *("--probes-listen", f"[::]:{ports.probes}"),
@@ -142,7 +145,7 @@ def _gate(rollout: SGLangRollout, settings: Settings, ports: EnginePorts) -> Obj
 
 
 def _agent(rollout: SGLangRollout, settings: Settings, name: str, ports: EnginePorts) -> Object:
-    """Return the second sidecar. Probes go through the gate, because the kubelet cannot reach 127.0.0.1 of a pod."""
+    """Return the second sidecar. Probes go through the gate, which alone reaches its socket."""
     return common.own_container(
         AGENT_CONTAINER,
         settings.coordinator_image,
@@ -152,7 +155,6 @@ def _agent(rollout: SGLangRollout, settings: Settings, name: str, ports: EngineP
         restartPolicy="Always",
         args=agent_args(rollout, name, ports),
         env=agent_environment(rollout),
-        **({"ports": common.container_ports(on_node=True, agent=ports.agent)} if ports.on_node else {}),
         startupProbe=http_probe(AGENT_HEALTH, ports.probes, periodSeconds=1, timeoutSeconds=3, failureThreshold=120),
         livenessProbe=http_probe(AGENT_HEALTH, ports.probes, periodSeconds=10, timeoutSeconds=5, failureThreshold=6),
         resources=own_resources(AGENT_CONTAINER, rollout.spec.engine.agent_resources),
@@ -162,7 +164,6 @@ def _agent(rollout: SGLangRollout, settings: Settings, name: str, ports: EngineP
 def _engine(rollout: SGLangRollout, name: str, ports: EnginePorts) -> Object:
     engine, resources = rollout.spec.engine, _engine_resources(rollout)
     script = start_script(rollout, preflight(rollout, resources, ports) + all_reduce(rollout))
-    capabilities = {"capabilities": {"add": ["IPC_LOCK"]}} if engine.rdma else {}  # RDMA pins memory
     attempts = (START_SECONDS if engine.pods == 1 else WAIT_SECONDS) // PROBE_SECONDS
     return {
         "name": ENGINE_CONTAINER,
@@ -183,7 +184,7 @@ def _engine(rollout: SGLangRollout, name: str, ports: EnginePorts) -> Object:
         },
         "lifecycle": {"preStop": {"exec": {"command": ["/bin/sh", "-c", DRAIN_SCRIPT]}}},
         "resources": resources,
-        "securityContext": {"allowPrivilegeEscalation": False, **capabilities},
+        "securityContext": common.unprivileged(*(["IPC_LOCK"] if engine.rdma else [])),  # RDMA pins memory
         # The kubelet copies the last lines of a crashed engine's log into the pod's status, where the operator reads them.
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": [RUN_MOUNT, {"name": "shm", "mountPath": "/dev/shm"}, *mounts(rollout)],  # noqa: S108 - the engine's own volume

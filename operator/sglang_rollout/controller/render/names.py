@@ -56,7 +56,7 @@ WEIGHTS_KEY = "weights.json"
 TOKEN_KEY = "token"  # noqa: S105 - the name of a key, not a token
 
 RUN_DIR = "/run/rollout"
-"""Folder in memory that engine, gate and agent of a pod share."""
+"""Folder in memory that engine and agent of a pod share. It holds nothing that another container trusts."""
 BOOT_FILE = f"{RUN_DIR}/boot"
 """Boot ID of the engine, written by the start script before SGLang starts."""
 NCCL_FILE = f"{RUN_DIR}/nccl"
@@ -198,7 +198,6 @@ class EnginePorts(NamedTuple):
 
     gate: int
     engine: int
-    agent: int
     rendezvous: int
     metrics: int
     probes: int
@@ -217,7 +216,7 @@ class EnginePorts(NamedTuple):
         return (*own, *range(self.rendezvous, self.rendezvous + _RENDEZVOUS_PORTS))
 
 
-OF_POD = EnginePorts(wire.GATE_PORT, wire.ENGINE_PORT, wire.AGENT_PORT, wire.RENDEZVOUS_PORT, wire.METRICS_PORT, wire.PROBES_PORT)
+OF_POD = EnginePorts(wire.GATE_PORT, wire.ENGINE_PORT, wire.RENDEZVOUS_PORT, wire.METRICS_PORT, wire.PROBES_PORT)
 """Ports of every engine whose pods have networks of their own."""
 
 
@@ -226,7 +225,7 @@ def engine_ports(rollout: api.SGLangRollout, index: int) -> EnginePorts:
 
     With ``hostNetwork`` each engine has a block of the node's ports::
 
-        basePort + 20 * index  +0 gate  +1 SGLang  +2 agent  +3 torch's rendezvous
+        basePort + 20 * index  +0 gate  +1 SGLang  +3 torch's rendezvous
                                +4 … +17 rendezvous of several pods, attention groups  +18 metrics  +19 probes
 
     Blocks begin at multiples of their size. So blocks of two fleets are equal, which the scheduler detects, or disjoint.
@@ -235,6 +234,4 @@ def engine_ports(rollout: api.SGLangRollout, index: int) -> EnginePorts:
     if network is None or not network.host_network:
         return OF_POD
     first = network.first_port + BLOCK * index
-    return EnginePorts(
-        gate=first, engine=first + 1, agent=first + 2, nccl=first + 3, rendezvous=first + 4, metrics=first + 18, probes=first + 19
-    )
+    return EnginePorts(gate=first, engine=first + 1, nccl=first + 3, rendezvous=first + 4, metrics=first + 18, probes=first + 19)

@@ -18,7 +18,7 @@ from sglang_rollout.api.pod_template import (
     RESERVED_VOLUMES,
 )
 from sglang_rollout.api.v1alpha1 import SGLangRollout
-from sglang_rollout.controller.render.common import Object
+from sglang_rollout.controller.render.common import Object, unprivileged
 from sglang_rollout.controller.render.hashing import digest
 from sglang_rollout.controller.render.resources import own_resources
 from sglang_rollout.controller.render.start import FETCH_SCRIPT
@@ -74,7 +74,7 @@ def downloads(rollout: SGLangRollout) -> list[Object]:
             "command": ["/bin/sh", "-c", FETCH_SCRIPT, DOWNLOAD_CONTAINER, *model.download.command],
             "env": [{"name": MODEL_PATH_ENV, "value": model.path}, *env],
             "resources": own_resources(DOWNLOAD_CONTAINER, model.download.resources),
-            "securityContext": {"allowPrivilegeEscalation": False},
+            "securityContext": unprivileged(),
             "terminationMessagePolicy": "FallbackToLogsOnError",
             "volumeMounts": [{"name": MODEL_VOLUME, "mountPath": _model_mount(rollout)}],
         }

@@ -133,8 +133,8 @@ async def test_an_engine_that_breaks_off_is_reported_in_a_form_that_smg_does_not
 async def test_status_is_not_open_while_haproxy_is_stopped(pod: Pod) -> None:
     await pod.open_with_base()
     await pod.gate.end()
-    direct = Pod(pod.folder, pod.engine_url, pod.http, gate_port=pod.agent_port)  # bypasses the gate, which is impossible in a pod
-    status = await direct.status(BASE_WIRE)
+    async with aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(pod.agent_socket))) as beside_the_gate:
+        status = await Pod(pod.folder, pod.engine_url, beside_the_gate).status(BASE_WIRE)
     assert not status.gate_open
     assert "haproxy" in status.message
 

@@ -83,7 +83,7 @@ class Pod:
     def __post_init__(self) -> None:
         (self.folder / "token").write_text(self.token)
         sock = str(self.folder / "gate.sock")
-        agent = f"127.0.0.1:{self.agent_port}"
+        agent = f"unix@{self.agent_socket}"
         engine = self.engine_url.removeprefix("http://")
         self.gate = Process(
             [

@@ -8,6 +8,7 @@ import pytest
 
 from sglang_rollout.controller.decide.plan import make_plan
 from sglang_rollout.controller.decide.view import build_fleet_view
+from tests.support.allowed import ANYTHING
 from tests.unit.controller.support.worlds import SETTINGS, condition, cr, status_of
 
 REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
@@ -69,4 +70,4 @@ def test_misshapen_field_is_named(spec: dict[str, Any], says: str) -> None:
 def test_well_shaped_template_is_planned(spec: dict[str, Any]) -> None:
     seen = build_fleet_view(cr(**spec), [], [])
     assert seen.invalid == ""
-    assert make_plan(seen, SETTINGS).actions
+    assert make_plan(seen, SETTINGS, allowed=ANYTHING).actions

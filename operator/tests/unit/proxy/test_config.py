@@ -19,8 +19,8 @@ LOOPBACK = Address("127.0.0.1", 30001)
 GATE = GateParams(
     Address("::", 30000),
     LOOPBACK,
-    Address("127.0.0.1", 30002),
-    "/run/rollout/gate/gate.sock",
+    UnixSocket("/run/rollout-gate/agent.sock"),
+    "/run/rollout-gate/gate.sock",
     metrics=Address("::", 30003),
     probes=Address("::", 30004),
 )
