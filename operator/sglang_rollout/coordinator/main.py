@@ -26,7 +26,7 @@ from sglang_rollout.coordinator.callers.tokens import TokenFile
 from sglang_rollout.coordinator.callers.watch import follow_callers
 from sglang_rollout.coordinator.driver import Driver
 from sglang_rollout.coordinator.engine_infos import EngineInfos
-from sglang_rollout.coordinator.http.app import Parts, make_app
+from sglang_rollout.coordinator.http.app import Parts, make_app, make_pod_app
 from sglang_rollout.coordinator.http.control import routes as control_routes
 from sglang_rollout.coordinator.http.info import routes as info_routes
 from sglang_rollout.coordinator.leadership import DeposedError, FileLeadership, Leadership, LeaseLeadership
@@ -67,6 +67,8 @@ class Options:
     policy: str | None = None
     generate_url: str | None = None
     trainer_token_file: Path | None = None
+    pod_listen: Address | None = None
+    """Address that answers the questions of the batch server and nothing else; None: ``listen`` answers them."""
 
 
 def read_credentials(path: Path) -> Credentials:
@@ -145,6 +147,8 @@ async def serve(options: Options, key: Credentials) -> None:
         await agents.start()
         stack.push_async_callback(agents.close)
         await _listen(stack, make_app(parts, [*info_routes, *control_routes]), options.listen)
+        if options.pod_listen is not None:
+            await _listen(stack, make_pod_app(parts, info_routes), options.pod_listen)
         log.info("coordinator of %s/%s listens on %s", options.namespace, options.name, options.listen)
         loops = {
             "driver": driver.run(),
@@ -208,6 +212,12 @@ async def _run_until_signal(coroutines: Mapping[str, Coroutine[Any, Any, None]])
     default=f"127.0.0.1:{COORDINATOR_PORT}",
     show_default=True,
     help="Address to listen on. The coordinator believes what the front says about callers, so no other process may reach it.",
+)
+@click.option(
+    "--pod-listen",
+    type=ADDRESS,
+    show_default="the value of --listen",
+    help="Address that answers the questions of the batch server, and no control call.",
 )
 @click.option("--smg-url", default="http://127.0.0.1:30010", show_default=True, help="Base URL of smg.")
 @click.option("--policy", type=click.Choice(list(POLICIES)), default="CacheAware", show_default=True, help="How smg chooses an engine.")

@@ -30,7 +30,10 @@ SMG_PORT = 30010
 SMG_METRICS_PORT = 30011
 """smg's Prometheus endpoint (127.0.0.1)."""
 COORDINATOR_PORT = 30020
-"""The coordinator, bound to 127.0.0.1 inside the router pod; reached through the front."""
+"""The coordinator, bound to 127.0.0.1.
+
+In a router pod this port answers the batch server's questions only. The front reaches the coordinator through a Unix socket.
+"""
 BATCHES_PORT = 30021
 """The batch server, bound to 127.0.0.1 inside the router pod; reached through the front."""
 

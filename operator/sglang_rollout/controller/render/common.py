@@ -35,6 +35,7 @@ INIT = ("tini", "--")
 
 TMP_VOLUME: Object = {"name": "tmp", "emptyDir": {"sizeLimit": "256Mi"}}
 TMP_MOUNT: Object = {"name": "tmp", "mountPath": "/tmp"}  # noqa: S108 - a volume of the pod, not a shared folder
+COORDINATOR_MOUNT: Object = {"name": "rollout-coordinator", "mountPath": names.COORDINATOR_DIR}
 CONTROL_MOUNT: Object = {"name": "control", "mountPath": names.CONTROL_DIR, "readOnly": True}
 HOME_ENV: Object = {"name": "HOME", "value": "/tmp"}  # noqa: S108 - the only writable folder; libraries look for a home
 

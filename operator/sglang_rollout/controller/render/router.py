@@ -111,7 +111,7 @@ def _front(rollout: SGLangRollout, settings: Settings) -> Object:
         args=[
             *("--listen", f"[::]:{FRONT_PORT}"),
             *("--smg", f"127.0.0.1:{SMG_PORT}"),
-            *("--coordinator", f"127.0.0.1:{COORDINATOR_PORT}"),
+            *("--coordinator", f"unix@{names.COORDINATOR_SOCKET}"),
             *("--batches", f"127.0.0.1:{BATCHES_PORT}"),
             *("--generate-listen", f"[::]:{GENERATE_PORT}"),
             *("--metrics-listen", f"[::]:{METRICS_PORT}"),
@@ -168,7 +168,8 @@ def _coordinator(rollout: SGLangRollout, settings: Settings) -> Object:
         args=[
             *("--name", rollout.name),
             *("--namespace", rollout.namespace),
-            *("--listen", f"127.0.0.1:{COORDINATOR_PORT}"),
+            *("--listen", f"unix@{names.COORDINATOR_SOCKET}"),
+            *("--pod-listen", f"127.0.0.1:{COORDINATOR_PORT}"),
             *("--smg-url", f"http://127.0.0.1:{SMG_PORT}"),
             *("--policy", rollout.spec.router.policy.value),
             *("--token-file", names.TOKEN_FILE),

@@ -208,3 +208,14 @@ def make_app(parts: Parts, routes: Iterable[web.RouteDef]) -> web.Application:
     app.router.add_get(FLEET_METRICS, make_aiohttp_handler(parts.metrics.registry))
     app.add_routes(routes)
     return app
+
+
+def make_pod_app(parts: Parts, routes: Iterable[web.RouteDef]) -> web.Application:
+    """Return the application for the other containers of the router pod, which are no callers: it has only their paths.
+
+    These containers read what strangers send, so a header of theirs must not name a caller of control paths.
+    """
+    app = web.Application(middlewares=[handle_errors], client_max_size=MAX_BODY_BYTES)
+    app[PARTS] = parts
+    app.add_routes(route for route in routes if route.path in POD_PATHS)
+    return app

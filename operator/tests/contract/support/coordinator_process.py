@@ -216,9 +216,10 @@ class Lab:
         )  # fmt: skip
         (self.folder / "intent.json").write_text(intent.model_dump_json())
 
-    def start(self) -> None:
+    def start(self, listen: Endpoint | None = None, pod_listen: Address | None = None) -> None:
         options = Options(
-            name="demo", namespace="default", host="127.0.0.1", port=self.port, smg_url=f"http://127.0.0.1:{self.smg.port}",
+            name="demo", namespace="default",
+            listen=listen or Address("127.0.0.1", self.port), pod_listen=pod_listen, smg_url=f"http://127.0.0.1:{self.smg.port}",
             token_file=self.folder / "token", public_url=self.url, kubernetes=False,
             intent_file=self.folder / "intent.json", record_file=self.record,
         )  # fmt: skip

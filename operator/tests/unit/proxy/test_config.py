@@ -27,7 +27,7 @@ GATE = GateParams(
 FRONT = FrontParams(
     Address("::", 30000),
     Address("127.0.0.1", 30010),
-    Address("127.0.0.1", 30020),
+    UnixSocket("/run/rollout-coordinator/coordinator.sock"),
     Address("127.0.0.1", 30021),
     generate=Address("::", 30005),
     metrics=Address("::", 30003),
