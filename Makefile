@@ -78,8 +78,9 @@ test-newest: venv ## Integration tests with the newest Kubernetes and Helm 4 (fi
 	@$(LAB) binaries > /dev/null
 	@$(BIN)/pytest -q -n 2 --dist loadgroup operator/tests -m controlplane
 
-test-neighbours: venv ## Cases with Kueue, on the lab cluster (first build: 5 minutes)
+test-neighbours: venv ## Cases with Kueue and with enforced NetworkPolicies, on the lab cluster (first build: 9 minutes)
 	@$(BIN)/python -m e2e.neighbours.kueue
+	@$(BIN)/python -m e2e.neighbours.policy_agent
 	@CLUSTER=lab $(MAKE) --no-print-directory cluster-up > /dev/null
 	@trap '$(LAB) down' EXIT; eval "$$($(LAB) env)"; $(BIN)/pytest -q e2e/cases -m neighbours
 

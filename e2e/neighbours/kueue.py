@@ -19,9 +19,9 @@ from typing import Any
 import yaml
 
 from e2e.cluster import lab, network
-from e2e.cluster.paths import cache_root
-from e2e.cluster.say import LabError, say, step
+from e2e.cluster.say import LabError, say
 from e2e.kube import Kubectl, wait_for_crd
+from e2e.neighbours import modules
 
 MODULE = "sigs.k8s.io/kueue"
 VERSION = "v0.19.2"
@@ -39,36 +39,16 @@ Document = dict[str, Any]
 
 def folder() -> Path:
     """Return the cache folder of this version: the program and the manifests."""
-    return cache_root() / "neighbours" / f"kueue-{VERSION}"
-
-
-def find() -> Path:
-    """Return the built program. Raises LabError if it is missing."""
-    program = folder() / "kueue"
-    if not program.exists():
-        raise LabError("Kueue is not built: make test-neighbours")
-    return program
+    return modules.folder("kueue", VERSION)
 
 
 def build() -> None:
-    """Build Kueue with the dependencies of its own go.sum, unless it is built already."""
+    """Build Kueue, unless it is built already."""
     if (folder() / "kueue").exists():
         return
-    folder().mkdir(parents=True, exist_ok=True)
-    download = ["go", "mod", "download", "-json", f"{MODULE}@{VERSION}"]
-    with step(f"go build {MODULE}@{VERSION}"):
-        # In a folder without a go.mod, so that Go does not use or change ours.
-        found = subprocess.run(download, cwd=folder(), capture_output=True, text=True, check=False)
-        if found.returncode:
-            raise LabError(f"{' '.join(download)} failed: {found.stderr.strip()[-1000:]}")
-        source = Path(json.loads(found.stdout)["Dir"])
-        shutil.copytree(source / "config" / "components", folder() / "config", dirs_exist_ok=True)
-        part = folder() / "kueue.part"
-        command = ["go", "build", "-C", str(source), "-trimpath", "-ldflags", "-s -w", "-o", str(part), "./cmd/kueue"]
-        done = subprocess.run(command, env=os.environ | {"CGO_ENABLED": "0"}, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise LabError(f"{' '.join(command)} failed: {done.stderr.strip()[-1000:]}")
-        part.rename(folder() / "kueue")
+    source = modules.download(MODULE, VERSION, folder())
+    shutil.copytree(source / "config" / "components", folder() / "config", dirs_exist_ok=True)
+    modules.build(source, "./cmd/kueue", folder() / "kueue")
 
 
 def definitions() -> list[Document]:
@@ -96,7 +76,7 @@ def webhooks(namespace: str, ca: bytes) -> list[Document]:
 @contextmanager
 def running(kubectl: Kubectl, where: Path) -> Iterator[None]:
     """Run Kueue for the namespace of ``kubectl`` for the length of the block. Its log and certificate are in the folder ``where``."""
-    program = find()
+    program = modules.find_program("kueue", VERSION)
     pki = lab.pki()
     pki.certificate("kueue", "/CN=kueue", f"IP:{network.HOST}")
     for name in ("crt", "key"):

@@ -39,6 +39,13 @@ class GenerateAccess(StrEnum):
     TOKEN = "Token"  # noqa: S105 - no secret
 
 
+class NetworkAccess(StrEnum):
+    """Network policies of the fleet's pods."""
+
+    ISOLATED = "Isolated"
+    OPEN = "Open"
+
+
 class SelectorOperator(StrEnum):
     """Comparison of a label, as in Kubernetes."""
 
@@ -161,6 +168,18 @@ class Clients(Callers):
     model_config = _names_something(("podSelector", "namespaceSelector", "serviceAccounts", "cidrs"), "clients")
 
 
+class Scrapers(PodPeers):
+    """Pods that may reach the metrics port."""
+
+    model_config = _names_something(("podSelector", "namespaceSelector"), "scrapers")
+
+
+class Proxies(PodPeers):
+    """Gateways and meshes. Their address says nothing about their callers, who therefore need a token."""
+
+    model_config = _names_something(("podSelector", "namespaceSelector"), "proxies")
+
+
 class Token(ApiModel):
     """Tokens that identify callers: `Authorization: Bearer TOKEN`."""
 
@@ -207,6 +226,10 @@ class Security(ApiModel):
     """Callers of control paths. Default: all pods of the rollout's namespace that belong to no rollout."""
     clients: Clients | None = None
     """Callers of data paths, beside the trainers. Default: all pods of the rollout's namespace that belong to no rollout."""
+    scrapers: Scrapers | None = None
+    """Pods that may reach the metrics port. Default: all pods of the cluster."""
+    proxies: Proxies | None = None
+    """Gateways and meshes. Their address says nothing about their callers, who therefore need a token."""
     token: Token | None = None
     """Tokens that identify callers: `Authorization: Bearer TOKEN`. A token of a ServiceAccount is accepted if `trainers` or `clients`
     selects the pod that it is bound to. NetworkPolicies know no tokens: callers outside of the namespace must also be in `cidrs` or
@@ -219,6 +242,9 @@ class Security(ApiModel):
     """Folders below which trainers may name checkpoints and adapters, as the engines' pods see them, for example `/checkpoints`. Symbolic
     links must not lead out of them, and names on the Hugging Face hub are refused. Default: every path that an engine can read. Paths in
     the spec itself, such as `engine.lora.adapters`, need not lie below them."""
+    network: NetworkAccess = NetworkAccess.ISOLATED
+    """`Isolated`: NetworkPolicies admit to each pod only the callers above and the fleet's own pods. `Open`: no NetworkPolicy."""
+
     @property
     def trainers_may_generate(self) -> bool:
         """True if trainers may call data paths. The default trainers may not if control paths are not for them."""

@@ -89,7 +89,7 @@ def plan_command(rollout_file: TextIO, live_file: TextIO | None, coordinator_ima
     Without --live, the steps create a new fleet. Take the live objects from the cluster:
 
     \b
-    kubectl get sglr,sa,role,rolebinding,secret,cm,svc,deploy,ds,sts,pod -o yaml > live.yaml
+    kubectl get sglr,sa,role,rolebinding,netpol,secret,cm,svc,deploy,ds,sts,pod -o yaml > live.yaml
 
     Give the images of your operator, because other images are a difference. Queues, nodes, quotas and changes of children by other
     clients are not known here.

@@ -49,6 +49,7 @@ SECRETS = Resource("v1", "secrets", "Secret")
 SERVICEACCOUNTS = Resource("v1", "serviceaccounts", "ServiceAccount")
 ROLES = Resource("rbac.authorization.k8s.io/v1", "roles", "Role")
 ROLEBINDINGS = Resource("rbac.authorization.k8s.io/v1", "rolebindings", "RoleBinding")
+NETWORK_POLICIES = Resource("networking.k8s.io/v1", "networkpolicies", "NetworkPolicy")
 ENDPOINTSLICES = Resource("discovery.k8s.io/v1", "endpointslices", "EndpointSlice")
 LEASES = Resource("coordination.k8s.io/v1", "leases", "Lease")
 EVENTS = Resource("v1", "events", "Event")
@@ -68,6 +69,7 @@ _ALL = (
     SERVICEACCOUNTS,
     ROLES,
     ROLEBINDINGS,
+    NETWORK_POLICIES,
     ENDPOINTSLICES,
     LEASES,
     EVENTS,

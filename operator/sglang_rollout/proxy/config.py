@@ -33,9 +33,9 @@ FRONT_CONNECTIONS = 8000
 """Maximum of concurrent connections of the front, if the limit on open files allows it."""
 _RESERVED_FILES = 256
 """Files that haproxy needs besides these connections: metrics, probes, listening sockets, checks, pollers, the stats socket."""
-_LEAST_CONNECTIONS = 64
 GATE_FILES, FRONT_FILES, TLS_FILES = 2, 4, 2
 """Open files of a request. In the front it passes through two proxies, and with TLS through one more."""
+_LEAST_CONNECTIONS = 32
 _SMG_METRICS = Address("127.0.0.1", ports.SMG_METRICS_PORT)
 _METRICS_CONNECTIONS = 16
 """Concurrent scrapes: a few paths for a few Prometheus servers."""

@@ -18,7 +18,8 @@ from sglang_rollout.controller.decide.view import FleetView
 from sglang_rollout.controller.render import names, render_all
 from sglang_rollout.controller.render.common import Settings
 from sglang_rollout.controller.render.fleet_objects import token_of
-from sglang_rollout.kube.resources import POD_GROUPS, Object
+from sglang_rollout.controller.render.network_policies import selects_engines
+from sglang_rollout.kube.resources import DEPLOYMENTS, NETWORK_POLICIES, POD_GROUPS, Object
 
 SETTLE_SECONDS = 2.0
 """Delay before the next pass while garbage collection or a controller lags, because that causes no event."""
@@ -174,9 +175,22 @@ def _plan_prunes(fleet: FleetView, wanted: Sequence[Object]) -> list[Delete]:
     found = [
         Delete(child["apiVersion"], kind, name, child["metadata"].get("uid", ""), "not wanted any more")
         for (kind, name), child in fleet.children.items()
-        if (kind, name) not in keep and _is_prunable(child, fleet.uid)
+        if kind in names.PRUNED_KINDS
+        and (kind, name) not in keep
+        and _is_prunable(child, fleet.uid)
+        and not _connects_pods(fleet, kind, name)
     ]
     return sorted(found, key=lambda delete: (-(names.engine_index(fleet.name, delete.name) or 0), delete.kind, delete.name))
+
+
+def _connects_pods(fleet: FleetView, kind: str, name: str) -> bool:
+    """Return True for the NetworkPolicy of an engine with several pods that still run, for example while the engine drains.
+
+    Other policies isolate these pods. Without this one, they could not connect to each other.
+    """
+    if kind != NETWORK_POLICIES.kind or fleet.rollout is None or not selects_engines(fleet.rollout):
+        return False
+    return sum(pod.name.rpartition("-")[0] == name for pod in fleet.pods.values()) > 1
 
 
 def _is_prunable(child: Object, uid: str) -> bool:

@@ -9,6 +9,7 @@ from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.controller.render.common import Settings
 from sglang_rollout.controller.render.engines import engine_statefulsets
 from sglang_rollout.controller.render.fleet_objects import control_secret, credentials_secret, intent, rbac, services, weights
+from sglang_rollout.controller.render.network_policies import network_policies
 from sglang_rollout.controller.render.placement import pod_groups
 from sglang_rollout.controller.render.prefetch import prefetch
 from sglang_rollout.controller.render.router import router_deployment
@@ -41,6 +42,7 @@ def render_all(
         *credentials_secret(rollout, token),
         intent(rollout, gates or {}),
         weights(rollout),
+        *network_policies(rollout),
         *services(rollout),
         router_deployment(rollout, settings),
         *prefetch(rollout, settings),

@@ -12,6 +12,7 @@ from sglang_rollout.api.v1alpha1 import SGLangRollout, State
 from sglang_rollout.controller.render import names
 from sglang_rollout.controller.render.common import Object, child
 from sglang_rollout.controller.render.names import engine_ports
+from sglang_rollout.controller.render.network_policies import selects_engines
 from sglang_rollout.credentials import Credentials
 from sglang_rollout.wire.ports import FRONT_PORT, GATE_PORT, GENERATE_PORT
 from sglang_rollout.wire.record import Adapter

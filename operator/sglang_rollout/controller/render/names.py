@@ -12,6 +12,8 @@ from sglang_rollout.kube.resources import (
     CONFIGMAPS,
     DAEMONSETS,
     DEPLOYMENTS,
+    NETWORK_POLICIES,
+    POD_GROUPS,
     ROLEBINDINGS,
     ROLES,
     SECRETS,

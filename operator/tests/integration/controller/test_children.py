@@ -14,6 +14,7 @@ from sglang_rollout.credentials import Credentials
 from sglang_rollout.kube.resources import (
     CONFIGMAPS,
     DEPLOYMENTS,
+    NETWORK_POLICIES,
     ROLEBINDINGS,
     ROLES,
     ROLLOUTS,
@@ -81,6 +82,8 @@ DRIFT: list[tuple[Resource, str, dict[str, Any]]] = [
     (SERVICEACCOUNTS, "demo-router", {"metadata": {"labels": {names.LABEL_COMPONENT: "x"}}}),
     (ROLES, "demo-router", {"rules": []}),
     (ROLEBINDINGS, "demo-router", {"subjects": []}),
+    (NETWORK_POLICIES, "demo-router", {"spec": {"ingress": [{}]}}),
+    (NETWORK_POLICIES, "demo-engines", {"spec": {"podSelector": {"matchLabels": {names.LABEL_ROLLOUT: "x"}}}}),
     (SECRETS, "demo-control", {"metadata": {"labels": {names.LABEL_ROLLOUT: None}}}),
     (SECRETS, "demo-credentials", {"data": {"demo-engine-0": "eA=="}}),
     (CONFIGMAPS, "demo-intent", {"data": {"intent.json": "{}"}}),

@@ -242,6 +242,9 @@ def expected(name: str, engines: int) -> set[tuple[str, str]]:
         ("ConfigMap", f"{name}-weights"),
         ("Service", f"{name}-engines"),
         ("Service", f"{name}-router"),
+        ("Service", f"{name}-generate"),
+        ("NetworkPolicy", f"{name}-engines"),
+        ("NetworkPolicy", f"{name}-router"),
         ("Deployment", f"{name}-router"),
         *(("StatefulSet", f"{name}-engine-{index}") for index in range(engines)),
     }
