@@ -222,6 +222,8 @@ def status(state: State, *, name: str, gate_open: bool) -> AgentStatus:
         woken=record.unverified and MemoryTag.WEIGHTS not in record.interruption.released,
         tensor_size=facts.tensor_size if facts else None,
         sglang_version=facts.sglang_version if facts else None,
+        probes_port=True,
+        signed_only=signed_only,
         nccl=facts.nccl if facts else None,
         all_reduce=facts.all_reduce if facts else None,
         reason=None if closed is None else closed.code,

@@ -46,3 +46,5 @@ class Intent(Message):
     """Adapters of the spec. None: engines load no adapters, or only those that trainers name."""
     mode: FleetMode | None = None
     """None: the engines have their own GPUs and take weights."""
+    isolated: bool | None = None
+    """True if NetworkPolicies select the engine pods, so that the coordinator checks if they are enforced."""

@@ -255,7 +255,7 @@ class RolloutStatus(ApiModel):
     selector: str = Field(default="", max_length=512)
     """Label selector of the engine pods, for autoscalers."""
     conditions: list[Condition] = Field(default_factory=list, max_length=16, json_schema_extra=map_list("type"))
-    """`Ready`, `Available`, `Progressing`, `RouterReady`, `WeightsConsistent`, `WaitingForWeights`, `Degraded`."""
+    """`Ready`, `Available`, `Progressing`, `RouterReady`, `WeightsConsistent`, `WaitingForWeights`, `NetworkIsolated`, `Degraded`."""
     engines: list[EngineStatus] = Field(
         default_factory=list,
         max_length=MAX_ENGINE_ROWS,
@@ -302,6 +302,8 @@ class ConditionType(StrEnum):
     """All engines hold the committed version."""
     WAITING_FOR_WEIGHTS = "WaitingForWeights"
     """An engine is up but does not serve, because it does not hold the committed version."""
+    NETWORK_ISOLATED = "NetworkIsolated"
+    """The cluster enforces the NetworkPolicies of the fleet."""
     DEGRADED = "Degraded"
     """A failure needs a person's attention."""
 
@@ -337,6 +339,15 @@ class Reason(StrEnum):
     """Every engine that is up holds the committed version."""
     NOT_REPORTED = "NotReported"
     """The coordinator has not reported yet."""
+    ENFORCED = "Enforced"
+    """A connection that the NetworkPolicies forbid failed."""
+    NOT_ENFORCED = "NotEnforced"
+    """A connection that the NetworkPolicies forbid was accepted."""
+    HOST_NETWORK = "HostNetwork"
+    """The engines use the network of their node, to which NetworkPolicies do not apply."""
+    NETWORK_OPEN = "NetworkOpen"
+    """The spec admits every source: `security.network` or `security.control` is `Open`, or `security.trainers.cidrs` contains
+    addresses of pods."""
     INVALID_SPEC = "InvalidSpec"
     """The operator cannot read the spec, or cannot use `podTemplate` or `affinity`."""
     APPLY_FAILED = "ApplyFailed"

@@ -25,6 +25,7 @@ from sglang_rollout.coordinator.update.events import (
     Cut,
     Event,
     Left,
+    NetworkChecked,
     Reply,
     Save,
     Seen,
@@ -38,8 +39,8 @@ from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.phases import Phase
 from sglang_rollout.coordinator.update.requests import Answer, Request
 from sglang_rollout.coordinator.wanted_engines import WantedEngines
-from sglang_rollout.wire.record import UpdateOutcome
 from sglang_rollout.wire.reasons import RefusalCode
+from sglang_rollout.wire.record import Isolation, UpdateOutcome
 from sglang_rollout.wire.states import FleetState, describe_state
 
 log = logging.getLogger(__name__)
@@ -188,6 +189,10 @@ class Driver:
     def note_heartbeat(self) -> None:
         """Record a heartbeat of the trainer."""
         self.feed(Beat(time.monotonic()))
+
+    def note_isolation(self, result: Isolation | None) -> None:
+        """Record the result of a check of the NetworkPolicies."""
+        self.feed(NetworkChecked(result, time.monotonic()))
 
     def note_caller_rights(self, forbidden: bool) -> None:
         """Record whether the coordinator lacks the right to watch callers of other namespaces."""

@@ -29,6 +29,7 @@ from sglang_rollout.coordinator.engine_infos import EngineInfos
 from sglang_rollout.coordinator.http.app import Parts, make_app, make_pod_app
 from sglang_rollout.coordinator.http.control import routes as control_routes
 from sglang_rollout.coordinator.http.info import routes as info_routes
+from sglang_rollout.coordinator.isolation import IsolationCheck
 from sglang_rollout.coordinator.leadership import DeposedError, FileLeadership, Leadership, LeaseLeadership
 from sglang_rollout.coordinator.metrics import Metrics
 from sglang_rollout.coordinator.record import ConfigMapRecord, FileRecord, HigherTermError, RecordStore
@@ -150,10 +151,12 @@ async def serve(options: Options, key: Credentials) -> None:
         if options.pod_listen is not None:
             await _listen(stack, make_pod_app(parts, info_routes), options.pod_listen)
         log.info("coordinator of %s/%s listens on %s", options.namespace, options.name, options.listen)
+        isolation = IsolationCheck(lambda: driver.machine, wanted_engines.url, driver.note_isolation)
         loops = {
             "driver": driver.run(),
             "smg workers": workers.run(),
             "engine infos": infos.run(lambda: driver.machine),
+            "isolation": isolation.run(),
         }
         if kube is not None:
             loops["callers"] = follow_callers(kube, pods, callers.security, driver.note_caller_rights)

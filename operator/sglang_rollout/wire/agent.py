@@ -54,6 +54,8 @@ class AgentStatus(Message):
     """The weights were released and are restored, and their version is not verified yet."""
     tensor_size: int | None = None
     sglang_version: str | None = None
+    probes_port: bool = False
+    """The pod's gate listens on the port of probes. Agents of earlier releases do not say so, and their gates do not."""
     nccl: Nccl | None = None
     """NCCL of the engine's container; None: not known."""
     all_reduce: float | None = None

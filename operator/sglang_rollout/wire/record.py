@@ -173,6 +173,21 @@ class OnDisk(Message):
     """Digest of the folder's contents."""
 
 
+MAX_REACHED = 8
+"""Engines that :attr:`Isolation.reached` names."""
+
+
+class Isolation(Message):
+    """Result of connections that the NetworkPolicies of the fleet forbid."""
+
+    checked: int
+    """Engines that a connection was tried to."""
+    reached: list[str] = Field(default_factory=list)
+    """The first engines that accepted a forbidden connection."""
+    reached_count: int = 0
+    """Engines that accepted a forbidden connection. 0: the policies are enforced."""
+
+
 class Record(Message):
     """State that the coordinator persists: ConfigMap ``<name>-weights``, key ``weights.json``. Only the coordinator writes it."""
 
@@ -221,6 +236,8 @@ class Record(Message):
     """Memory tags by engine, where the trainer released or restored memory at the engine's own URL."""
     engine_checksums: dict[str, EngineChecksums] = Field(default_factory=dict)
     """Checksums that each engine reported before its first release, in a fleet that receives no weights."""
+    isolation: Isolation | None = None
+    """Whether the NetworkPolicies are enforced. None: the fleet has none, or no engine could be checked."""
     callers_forbidden: bool = False
     """True if the coordinator may not watch pods and namespaces of the cluster, although ``spec.security`` selects callers there."""
     holder: str = ""

@@ -16,6 +16,7 @@ from sglang_rollout.controller.decide.engine_status import (
     is_released_by_trainer,
     is_waiting_for_trainer,
 )
+from sglang_rollout.controller.decide.isolation import evaluate_isolation
 from sglang_rollout.controller.decide.plan import Failure
 from sglang_rollout.controller.decide.view import FleetView
 from sglang_rollout.controller.render import names
@@ -182,6 +183,7 @@ def evaluate_conditions(summary: FleetSummary) -> list[Finding]:
         _router_ready(summary),
         _weights_consistent(summary),
         _waiting_for_weights(summary),
+        evaluate_isolation(summary.fleet),
         _degraded(summary),
     ]
 

@@ -57,6 +57,7 @@ def find_events(old: Status | None, new: Status) -> list[EventToPost]:
         *_weight_events(old, new),
         *_rolling_update_events(old, new),
         *_node_events(old, new),
+        *_network_events(old, new),
         *_ready_events(old, new),
     ]
 
@@ -158,6 +159,12 @@ def _node_events(old: Status, new: Status) -> Iterator[EventToPost]:
         yield EventToPost("Warning", "NodeAvoided", message, f"NodeAvoided/{node}")
     for node in sorted(before.keys() - after.keys()):
         yield EventToPost("Normal", "NodeAllowedAgain", f"Engines may use node {node} again.", f"NodeAllowedAgain/{node}")
+
+
+def _network_events(old: Status, new: Status) -> Iterator[EventToPost]:
+    before, after = find(old, ConditionType.NETWORK_ISOLATED), find(new, ConditionType.NETWORK_ISOLATED)
+    if after.get("reason") == Reason.NOT_ENFORCED and before.get("reason") != Reason.NOT_ENFORCED:
+        yield EventToPost("Warning", "NotEnforced", str(after.get("message")), "NotEnforced")
 
 
 def _ready_events(old: Status, new: Status) -> Iterator[EventToPost]:

@@ -124,6 +124,7 @@ def intent(rollout: SGLangRollout, gates: Mapping[str, int]) -> Object:
         drain=spec.sleep.drain_seconds,
         adapters=_adapters(rollout),
         mode=_MODES[spec.mode],
+        isolated=selects_engines(rollout) or None,
     )
     config_map = child(rollout, "v1", "ConfigMap", names.intent_name(rollout.name), names.COMPONENT_ROUTER)
     config_map["data"] = {names.INTENT_KEY: content.model_dump_json(by_alias=True, exclude_none=True)}

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from sglang_rollout.api.intent import Intent
 from sglang_rollout.coordinator.update.requests import Answer, Body, Request
 from sglang_rollout.wire.agent import AgentStatus
-from sglang_rollout.wire.record import Record
 from sglang_rollout.wire.reasons import GateReason, RefusalCode
+from sglang_rollout.wire.record import Isolation, Record
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,14 @@ class Wanted:
 
 
 @dataclass(frozen=True)
+class NetworkChecked:
+    """Connections that the NetworkPolicies forbid were tried. ``result`` None: no engine could be checked."""
+
+    result: Isolation | None
+    at: float
+
+
+@dataclass(frozen=True)
 class CallersForbidden:
     """The coordinator has lost or got the right to watch callers of other namespaces."""
 
@@ -131,7 +139,7 @@ class Tick:
     at: float
 
 
-Event = Asked | Beat | Left | Answered | Written | Seen | Wanted | Tick
+Event = Asked | Beat | Left | Answered | Written | Seen | Wanted | NetworkChecked | CallersForbidden | Tick
 
 
 # --- effects -------------------------------------------------------------------------------------------------------

@@ -101,6 +101,7 @@ class Knowledge:
         fleet.adapters.of_spec = None if adapters is None else {adapter.name: adapter for adapter in adapters}
         fleet.interruptions.desired_state, fleet.interruptions.drain_seconds = event.intent.state, event.intent.drain
         fleet.interruptions.mode = event.intent.mode
+        fleet.is_isolated = bool(event.intent.isolated)
         fleet.membership.engines = {}
         for wanted in event.intent.engines:
             engine = known.get(wanted.name) or Engine(wanted)

@@ -26,6 +26,7 @@ from sglang_rollout.coordinator.update.events import (
     Effect,
     Event,
     Left,
+    NetworkChecked,
     Reply,
     Result,
     Save,
@@ -122,6 +123,10 @@ class Machine:
                     return []
             case Wanted():
                 self._postponed = event
+            case NetworkChecked():
+                self.fleet.isolation = event.result
+            case CallersForbidden():
+                self.fleet.callers_forbidden = event.forbidden
             case Tick():
                 self._knowledge.recompute()
         self._settle()

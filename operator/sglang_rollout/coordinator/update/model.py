@@ -70,6 +70,10 @@ class Fleet:
     interruptions: Interruptions = field(default_factory=Interruptions)
     adapters: Adapters = field(default_factory=Adapters)
     transaction: Transaction = field(default_factory=Transaction)
+    is_isolated: bool = False
+    """True if NetworkPolicies select the engine pods."""
+    isolation: Isolation | None = None
+    """Result of the last check of the NetworkPolicies; None: no engine could be checked."""
     callers_forbidden: bool = False
     """True if the coordinator may not watch callers of other namespaces, which ``spec.security`` selects."""
     holder: str = ""
@@ -290,6 +294,7 @@ class Fleet:
             released_to_trainer=list(interruptions.released_to_trainer) if self.mode is not None else None,
             released_at_engines={name: list(in_order(tags)) for name, tags in interruptions.at_engines.items() if name in self.engines},
             engine_checksums={name: noted for name, noted in weights.engine_checksums.items() if name in self.engines},
+            isolation=self.isolation if self.is_isolated else None,
             callers_forbidden=self.callers_forbidden,
             holder=self.holder,
         )

@@ -185,6 +185,24 @@ def test_new_run_has_an_event() -> None:
     assert reasons(one, two) == [("Normal", "NewRun"), ("Normal", "WeightsCommitted")]
 
 
+def pushed(version: Version, author: str) -> FleetView:
+    written = record(row(0, version), row(1, version), committed=version)
+    return world([pod(0), pod(1)], written=written.model_copy(update={"author": author}))
+
+
+def test_another_author_has_an_event() -> None:
+    one, two = pushed(V1, "ml/Job/anne"), pushed(V2, "ml/Job/ben")
+    events = {event.reason: event for event in find_events(build_status(one, NOW), build_status(two, NOW))}
+    assert set(events) == {"WeightsCommitted", "AuthorChanged"}
+    assert events["AuthorChanged"].type == "Normal"
+    assert events["AuthorChanged"].message == "ml/Job/ben pushed version step-2; ml/Job/anne pushed version step-1."
+
+
+@pytest.mark.parametrize(("before", "after"), [("", "ml/Job/anne"), ("ml/Job/anne", "ml/Job/anne"), ("ml/Job/anne", "")])
+def test_the_first_author_and_an_unknown_author_have_no_event(before: str, after: str) -> None:
+    assert reasons(pushed(V1, before), pushed(V2, after)) == [("Normal", "WeightsCommitted")]
+
+
 def test_failed_update_has_one_event() -> None:
     failed = world([pod(0), pod(1)], written=record(row(0), row(1), failed="engine demo-engine-0: timeout"))
     assert reasons(HEALTHY, failed) == [("Warning", "WeightUpdateFailed")]

@@ -60,6 +60,7 @@ def test_serving_fleet() -> None:
         "RouterReady": "True",
         "WeightsConsistent": "True",
         "WaitingForWeights": "False",
+        "NetworkIsolated": "Unknown",
         "Degraded": "False",
     }
     assert [row["phase"] for row in status["engines"]] == ["Serving", "Serving"]
