@@ -20,6 +20,7 @@ from pydantic import BaseModel, ValidationError
 
 from sglang_rollout.agent import events as ev
 from sglang_rollout.agent.agent import Agent
+from sglang_rollout.agent.authorities import Authorities
 from sglang_rollout.credentials import Credentials
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.access import CALLER_HEADER, RELAYED_AUTHORIZATION_HEADER, RELAYED_CALLER_HEADER
@@ -112,7 +113,9 @@ class Access:
 class Relay:
     """Forwards calls to the coordinator of the fleet at ``url``. Use as an async context manager."""
 
-    def __init__(self, url: str, *, engine: str) -> None:
+    def __init__(self, url: str, *, engine: str, credentials: Credentials, authorities: Authorities | None = None) -> None:
+        self._credentials = credentials
+        self._authorities = authorities or Authorities()
         self._url = url.rstrip("/")
         self._base = f"{self._url}{FLEET_ENGINES}/{quote(engine, safe='')}"
         self._http: aiohttp.ClientSession | None = None
@@ -165,9 +168,12 @@ class Relay:
             headers[RELAYED_AUTHORIZATION_HEADER] = token
         headers |= self._credentials.header
         try:
-            async with self._http.post(target, data=body, headers=headers, allow_redirects=False) as answer:
+            ssl = self._authorities.context()
+            async with self._http.post(target, data=body, headers=headers, allow_redirects=False, ssl=ssl) as answer:
                 kept = {name: answer.headers[name] for name in _RELAYED_HEADERS if name in answer.headers}
                 return web.Response(status=answer.status, reason=answer.reason, body=await answer.read(), headers=kept)
+        except aiohttp.ClientConnectorCertificateError as error:
+            return self._unanswered(request, f"has a certificate that this agent does not trust: {error.certificate_error}")
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):
             return self._unanswered(request, "cannot be reached, and only its coordinator decides about weights and memory. Try again")
         except TimeoutError:

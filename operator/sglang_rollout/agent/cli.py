@@ -20,6 +20,7 @@ from sglang_rollout.agent import events as ev
 from sglang_rollout.agent.access import Relay
 from sglang_rollout.agent.agent import Agent
 from sglang_rollout.agent.app import make_app
+from sglang_rollout.agent.authorities import Authorities
 from sglang_rollout.agent.engine import Engine, RunFiles, StartBarrier
 from sglang_rollout.agent.gate import Gate
 from sglang_rollout.agent.launch.head_pod import HeadPod
@@ -71,6 +72,7 @@ class Settings:
     tensor_size: int | None = None
     model_path: str | None = None
     fleet_url: str | None = None
+    fleet_ca: Path | None = None
     takes_tensors: bool = False
     place: Place | None = None
 
@@ -114,6 +116,12 @@ class Settings:
 @click.option(
     "--fleet-url", help="For an engine on its trainer's GPUs: URL of the fleet, which receives the trainer's calls without a token."
 )
+@click.option(
+    "--fleet-ca",
+    type=click.Path(path_type=Path),
+    help="With --fleet-url: file with the certificates of the authorities that are trusted for an https URL; without the file, those of"
+    " the system. Read again when it changes.",
+)
 @click.option("--takes-tensors", is_flag=True, help="For an engine whose trainer sends it handles of tensors on the same GPUs.")
 @logging_options
 def command(
@@ -151,11 +159,11 @@ def command(
 def _check_fleet_url(url: str) -> None:
     parts = urlsplit(url)
     try:
-        is_valid = parts.scheme == "http" and bool(parts.hostname) and parts.port != 0
+        is_valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:  # from the port
         is_valid = False
     if not is_valid or parts.path.strip("/") or parts.query or parts.fragment or parts.username is not None:
-        raise click.BadParameter(f"{url!r} is not the URL of a fleet: write http://host:port", param_hint="--fleet-url")
+        raise click.BadParameter(f"{url!r} is not the URL of a fleet: write http://host:port or https://…", param_hint="--fleet-url")
 
 
 def _parse_place(nodes: int, rank: int, head: Address | None, own: Address | None, boot_file: Path | None) -> Place | None:
@@ -172,7 +180,9 @@ async def run(settings: Settings) -> None:
     """Run the agent of an engine with one pod, or of the head pod of an engine with several."""
     name, url, boot_file, place = settings.name, settings.engine_url, settings.boot_file, settings.place
     files = RunFiles(boot_file) if boot_file is not None else None
-    relaying = Relay(settings.fleet_url, engine=name) if settings.fleet_url is not None else nullcontext()
+    relaying: AbstractAsyncContextManager[Relay | None] = nullcontext()
+    if settings.fleet_url is not None:
+        relaying = Relay(settings.fleet_url, engine=name, credentials=settings.credentials, authorities=Authorities(settings.fleet_ca))
     async with Engine(url, boot_file=boot_file) as engine, relaying as relay:
         record_file = RecordFile(settings.state_dir)
         agent = Agent(name=name, engine=engine, gate=Gate(settings.gate_socket), record_file=record_file, tensor_size=settings.tensor_size)

@@ -115,7 +115,7 @@ EngineArgument = Annotated[
             "--ssl",
             "--enable-ssl",
             message="engine.args must not set --ssl flags: the gate and the agent speak plain HTTP to SGLang, within the pod. Leave them"
-            " out, and encrypt in front of the fleet's URL, for example in an Ingress.",
+            " out, and encrypt the fleet's URL with security.tls.",
         ),
         refuse_flags_like(
             "--disagg",

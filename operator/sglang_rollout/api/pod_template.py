@@ -24,7 +24,7 @@ RESERVED_VOLUMES = ("run", "control", "tmp", "shm", MODEL_VOLUME, CACHE_VOLUME)
 SMG_CONTAINER = "smg"
 ROUTER_CONTAINERS = ("front", SMG_CONTAINER, "coordinator", "batches")
 """Containers of the router pod."""
-ROUTER_VOLUMES = ("tmp", "control", "account")
+ROUTER_VOLUMES = ("tmp", "rollout-coordinator", "control", "account", "trainer-token", "rollout-tls", "rollout-front")
 """Volumes of the router pod. All of them belong to the operator."""
 
 Labels = Annotated[dict[str, Annotated[str, Field(max_length=65536)]], Field(json_schema_extra={"maxProperties": 64})]

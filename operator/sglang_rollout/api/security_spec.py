@@ -193,6 +193,15 @@ class Token(ApiModel):
     server. Default: `rollout.sglang.io/NAMESPACE/NAME`."""
 
 
+class Tls(ApiModel):
+    """TLS at the fleet's URL."""
+
+    secret_name: str = Field(min_length=1, max_length=253, pattern=f"^{_SUBDOMAIN}$")
+    """Secret of the rollout's namespace in the format of cert-manager: the certificate and its chain in `tls.crt`, the private key in
+    `tls.key`, and the certificate of the authority in `ca.crt`. Without `ca.crt` agents trust the authorities of their image. A renewed
+    certificate needs no restart."""
+
+
 class Security(ApiModel):
     """Callers of the fleet's URL, and its encryption."""
 
@@ -242,6 +251,9 @@ class Security(ApiModel):
     """Folders below which trainers may name checkpoints and adapters, as the engines' pods see them, for example `/checkpoints`. Symbolic
     links must not lead out of them, and names on the Hugging Face hub are refused. Default: every path that an engine can read. Paths in
     the spec itself, such as `engine.lora.adapters`, need not lie below them."""
+    tls: Tls | None = None
+    """Encrypts `status.endpoints.url` and `status.endpoints.generate` with HTTPS. Default: HTTP. A change restarts the router, and with
+    `mode: Hybrid` or `Colocated` the engines, too. Engines, metrics and probes stay HTTP."""
     network: NetworkAccess = NetworkAccess.ISOLATED
     """`Isolated`: NetworkPolicies admit to each pod only the callers above and the fleet's own pods. `Open`: no NetworkPolicy."""
 

@@ -348,6 +348,8 @@ class Reason(StrEnum):
     NETWORK_OPEN = "NetworkOpen"
     """The spec admits every source: `security.network` or `security.control` is `Open`, or `security.trainers.cidrs` contains
     addresses of pods."""
+    INVALID_CERTIFICATE = "InvalidCertificate"
+    """The Secret of `security.tls` does not exist, lacks a key, or its private key does not belong to its certificate."""
     INVALID_SPEC = "InvalidSpec"
     """The operator cannot read the spec, or cannot use `podTemplate` or `affinity`."""
     APPLY_FAILED = "ApplyFailed"

@@ -10,6 +10,7 @@ import asyncio
 from dataclasses import replace
 
 from sglang_rollout.api.v1alpha1 import SGLangRollout
+from sglang_rollout.controller.certificate import describe_defect, describe_missing_secret
 from sglang_rollout.controller.decide.pods import Pod
 from sglang_rollout.controller.decide.prerequisites import (
     Cluster,
@@ -50,7 +51,7 @@ async def _add_cluster(kube: Kube, fleet: FleetView) -> FleetView:
     if rollout is None:
         return fleet
     groups, problem = await _list_pod_groups(kube, fleet, rollout)
-    cluster = Cluster(gang_problem=problem)
+    cluster = Cluster(gang_problem=problem, tls_problem=await _check_certificate(kube, rollout))
     if _lacks_nodes(fleet, rollout):
         stopped, absent = await _check_queue(kube, rollout)
         largest = await _find_largest_node(kube, rollout)
@@ -59,6 +60,17 @@ async def _add_cluster(kube: Kube, fleet: FleetView) -> FleetView:
         cluster = replace(cluster, creation_errors=await _find_creation_errors(kube, fleet, rollout))
     children = {**fleet.children, **{(group["kind"], group["metadata"]["name"]): group for group in groups}}
     return replace(fleet, children=children, cluster=cluster)
+
+
+async def _check_certificate(kube: Kube, rollout: SGLangRollout) -> str:
+    """Return why the Secret of ``security.tls`` cannot be used; empty if it can, or if there is none."""
+    tls = rollout.spec.security.tls
+    if tls is None:
+        return ""
+    try:
+        return describe_defect(await kube.get(SECRETS, rollout.namespace, tls.secret_name))
+    except NotFound:
+        return describe_missing_secret(tls.secret_name, rollout.namespace)
 
 
 def _engine_pods(fleet: FleetView) -> list[Pod]:

@@ -26,6 +26,7 @@ from sglang_rollout.proxy.config import (
     GATE_CONNECTIONS,
     GATE_FILES,
     TLS_FILES,
+    Certificate,
     FrontParams,
     GateParams,
     fit_connections,
@@ -33,6 +34,7 @@ from sglang_rollout.proxy.config import (
     gate_config,
     guard_path,
     guard_text,
+    renewal_text,
 )
 from sglang_rollout.proxy.gate_map import UNSET, version_map_path
 from sglang_rollout.proxy.smg import POLICIES, smg_args
@@ -204,6 +206,11 @@ def gate(
 @_probes_listen
 @_address("--smg-metrics", f"127.0.0.1:{ports.SMG_METRICS_PORT}", "The SGLang router's metrics.")
 @_runtime_dir("the system's folder for temporary files")
+@click.option(
+    "--certificate",
+    type=click.Path(path_type=Path),
+    help="Serve HTTPS with this certificate and its chain; FILE.key has the private key. Changed files are read again.",
+)
 @_maxconn(FRONT_CONNECTIONS)
 @click.option("--check-data-callers", is_flag=True, help="Send requests for tokens to the batch server, which checks their callers.")
 @click.option("--threads", type=click.IntRange(1, 64), default=2, show_default=True, help="Threads of haproxy.")
@@ -220,12 +227,15 @@ def front(
     probes_listen: Address | None,
     smg_metrics: Address,
     runtime_dir: Path | None,
+    certificate: Path | None,
     maxconn: int,
     check_data_callers: bool,
     threads: int,
     only_print: bool,
 ) -> None:
     """Run the front: haproxy at the fleet's URL. Requests for tokens go to smg, every other call to the coordinator."""
+    folder = runtime_dir or Path(tempfile.gettempdir())
+    served = Certificate(str(certificate), str(folder)) if certificate is not None else None
     params = FrontParams(
         listen=_listen_address(listen, only_print),
         smg=smg,
@@ -235,11 +245,18 @@ def front(
         request_bytes=limits.request_bytes,
         maxconn=_connection_limit(maxconn, FRONT_FILES + (TLS_FILES if served is not None else 0), only_print),
         threads=threads,
+        certificate=served,
+        checks_data_callers=check_data_callers,
         metrics=_optional(metrics_listen, only_print),
         probes=_optional(probes_listen, only_print),
         smg_metrics=smg_metrics,
     )
-    _print_or_become("front", front_config(params), runtime_dir or Path(tempfile.gettempdir()), only_print)
+    try:
+        text = front_config(params)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    files = {served.renewal: renewal_text(served)} if served is not None else {}
+    _print_or_become("front", text, folder, only_print, files)
 
 
 @command.command(

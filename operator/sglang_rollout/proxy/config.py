@@ -99,6 +99,7 @@ _DATA_ONLY = (
     f"This port serves requests for tokens, embeddings and scores, {MODELS}, and health. "
     "Other calls need the URL of the fleet (status.endpoints.url), which only trainers may use.",
 )
+_HTTPS_ONLY = ("https_only", "This fleet serves HTTPS only. Write https:// in its URL.")
 _ONLY_GET = ("method_not_allowed", "This port serves metrics only. Use GET.")
 _ONLY_PROBES = ("method_not_allowed", "This port serves probes only. Use GET.")
 _NO_METRICS = ("metrics_unavailable", "The process that exports these metrics does not answer. Its container may be starting.")
@@ -150,6 +151,28 @@ class GateParams:
     """Address at which the kubelet's probes are answered; None: nowhere."""
 
 
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """The certificate of the front, and what renews it."""
+
+    file: str
+    """Path of the certificate with its chain, in PEM. The private key is in the file of the same name with the suffix ``.key``."""
+    folder: str
+    """Folder of the front alone, for its sockets and the program that renews the certificate."""
+
+    @property
+    def admin(self) -> str:
+        """Path of haproxy's stats socket."""
+        return f"{self.folder}/admin.sock"
+
+    @property
+    def renewal(self) -> str:
+        """Path of the program that renews the certificate. The file must exist when haproxy starts."""
+        return f"{self.folder}/renewal.lua"
+
+    def socket(self, name: str) -> UnixSocket:
+        """Return the socket through which the front gets the connections of a port."""
+        return UnixSocket(f"{self.folder}/{name}.sock")
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +194,8 @@ class FrontParams:
     probes: Address | None = None
     """Address at which the kubelet's probes are answered; None: nowhere."""
     smg_metrics: Address = _SMG_METRICS
+    certificate: Certificate | None = None
+    """Certificate of ``listen`` and ``generate``, which then serve HTTPS; None: HTTP."""
     checks_data_callers: bool = False
     """True if all data requests go to the batch server, because not everyone may send them."""
 
@@ -233,8 +258,6 @@ def gate_config(params: GateParams) -> str:
     )
 
 
-def guard_text() -> str:
-    return resources.files("sglang_rollout.proxy").joinpath("templates/guard.lua").read_text()
 def guard_text(limits: Limits, *, custom_logit_processors: bool = False) -> str:
     """Return the gate's filter of requests, in haproxy's Lua.
 
@@ -249,10 +272,17 @@ def guard_text(limits: Limits, *, custom_logit_processors: bool = False) -> str:
     return "\n".join((f"local SETTINGS = {{ {line} }}\n", *files))
 
 
+def renewal_text(certificate: Certificate) -> str:
+    """Return the program that renews the front's certificate, in haproxy's Lua."""
+    head = f"local FILE, SOCKET = {json.dumps(certificate.file)}, {json.dumps(f'unix@{certificate.admin}')}\n"
+    return head + resources.files("sglang_rollout.proxy").joinpath("templates/renewal.lua").read_text()
 
 
 def front_config(params: FrontParams) -> str:
     """Return the configuration of the front."""
+    if params.certificate is not None:
+        _check_path(params.certificate.file, "the certificate")
+        _check_path(params.certificate.folder, "the folder of the front's sockets")
     return _template("front.cfg.j2").render(
         bind=_bind(params.listen),
         generate=None if params.generate is None else _bind(params.generate),
@@ -266,6 +296,8 @@ def front_config(params: FrontParams) -> str:
         direct_paths=" ".join(DIRECT_PATHS),
         batch_limit=max(8, params.maxconn // (2 if params.checks_data_callers else 16)),
         checks_data_callers=params.checks_data_callers,
+        certificate=params.certificate,
+        https_only=_body(*_HTTPS_ONLY, kind="invalid_request_error"),
         caller_header=CALLER_HEADER,
         window=_BODY_WINDOW,
         session_window=_SESSION_WINDOW,

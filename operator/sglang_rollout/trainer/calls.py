@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,13 +18,14 @@ from urllib.parse import urlsplit
 from weakref import WeakSet
 
 import requests
+import urllib3.exceptions
 from requests.adapters import HTTPAdapter
 from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
 from urllib3.util.retry import Retry
 
-from sglang_rollout.trainer.errors import FleetError, FleetRefused, FleetUnreachable
 from sglang_rollout.trainer.credentials import Credentials
+from sglang_rollout.trainer.errors import FleetError, FleetRefused, FleetUnreachable, FleetUntrusted
 from sglang_rollout.wire.reasons import end_sentence
 
 P = ParamSpec("P")
@@ -99,6 +101,8 @@ class Http:
 
         Raises:
             FleetUnreachable: The URL did not answer in time, or the call was cancelled.
+            FleetUntrusted: The certificate of the URL was not accepted.
+            FleetError: The file of the token cannot be read.
         """
         connect = min(CONNECT_SECONDS, timeout)
         try:
@@ -108,7 +112,19 @@ class Http:
         except requests.exceptions.Timeout as error:
             raise FleetUnreachable(f"{self.url}{path} did not answer within {timeout:.0f} s.") from error
         except requests.exceptions.RequestException as error:
+            if refused := _certificate_error(error):
+                raise FleetUntrusted(self._distrust(refused)) from error
             raise FleetUnreachable(f"{self.url}{path} could not be reached: {error}") from error
+
+    def _distrust(self, error: ssl.SSLCertVerificationError) -> str:
+        """Return why the certificate was not accepted, and what to change."""
+        asked = self._credentials.ca
+        authorities = f"the authorities in {asked}" if asked is not None else "the public authorities of the package certifi"
+        return (
+            f"The certificate of {self.url} is not accepted: {end_sentence(error.verify_message)} It was checked against {authorities}."
+            " Name the file with its authority as connect(ca=...), or in the variable SGLANG_ROLLOUT_CA, and use a host name that the"
+            " certificate contains."
+        )
 
     def close(self) -> None:
         """Close all connections."""
@@ -137,6 +153,8 @@ class Http:
         )
         session = CancellableSession(retry)
         session.trust_env = False  # a cluster-internal URL never goes through the proxy of the user's shell
+        if self._credentials.ca is not None:
+            session.verify = self._credentials.ca
         self._sessions.append(session)
         return session
 
@@ -148,6 +166,13 @@ class Http:
             code = reply.get("code")
             raise FleetRefused(path, response.status_code, refusal_reason(response), details, code=code if isinstance(code, str) else None)
         return reply
+
+
+def _certificate_error(error: requests.exceptions.RequestException) -> ssl.SSLCertVerificationError | None:
+    """Return why the certificate of the other side was not accepted; None if the call failed for another reason."""
+    reason = getattr(error.args[0], "reason", None) if error.args else None  # of urllib3's MaxRetryError
+    cause = reason.args[0] if isinstance(reason, urllib3.exceptions.SSLError) and reason.args else None
+    return cause if isinstance(cause, ssl.SSLCertVerificationError) else None
 
 
 def parse_object(response: requests.Response) -> dict[str, Any]:

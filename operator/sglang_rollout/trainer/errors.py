@@ -22,6 +22,10 @@ class FleetUnreachable(FleetError):
     """The URL did not answer, or did not answer in time."""
 
 
+class FleetUntrusted(FleetError):
+    """The certificate of the URL was not accepted, so that no call was sent. A retry does not help."""
+
+
 class FleetRefused(FleetError):
     """The fleet answered a call with an error."""
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Self
 from pydantic import ValidationError
 
 from sglang_rollout.trainer.calls import Deadline, Http
-from sglang_rollout.trainer.errors import FleetError, FleetUnreachable, GroupFailed, PushFailed
 from sglang_rollout.trainer.credentials import find_credentials
+from sglang_rollout.trainer.errors import NOTHING_SENT, FleetError, FleetUnreachable, FleetUntrusted, GroupFailed, PushFailed
 from sglang_rollout.trainer.generate import Sample, SamplingParams, generate
 from sglang_rollout.trainer.group_control import OPEN_SECONDS, GroupControl, GroupOptions
 from sglang_rollout.trainer.push import (
@@ -51,19 +51,25 @@ def connect(
     snapshots: Snapshots | None = None,
     token: str | None = None,
     token_file: str | os.PathLike[str] | None = None,
+    ca: str | os.PathLike[str] | None = None,
 ) -> Fleet:
     """Wait until the fleet can take weights, which needs at least one engine that is up. Return a handle on the fleet.
 
     Args:
-        url: The fleet's URL: ``http://<name>-router:30000``.
+        url: The fleet's URL: ``http://<name>-router:30000``. With ``http://<name>-generate:30005`` only ``generate`` works.
+            ``https`` if the fleet has a certificate (``spec.security.tls``).
         timeout: Seconds to wait.
         snapshots: Which pushes are also written to disk. None: no push.
         token: Token of each call, for a fleet that does not know the trainer by its pod (``spec.security``).
             None: of ``token_file``, or else of the variables ``SGLANG_ROLLOUT_TOKEN_FILE`` or ``SGLANG_ROLLOUT_TOKEN``.
         token_file: File with the token, which is read at each call.
+        ca: File with the certificates of authorities that are trusted for an ``https`` URL.
+            None: of the variables ``SGLANG_ROLLOUT_CA``, ``REQUESTS_CA_BUNDLE``, ``CURL_CA_BUNDLE`` or ``SSL_CERT_FILE``,
+            or else those of ``requests``.
 
     Raises:
         FleetUnreachable: The fleet did not become healthy in time.
+        FleetUntrusted: The certificate of the URL is not accepted.
     """
     http = Http(url, find_credentials(token, token_file, ca))
     deadline = Deadline(timeout)
@@ -71,7 +77,10 @@ def connect(
     while True:
         try:
             http.get("/health", timeout=min(INFO_SECONDS, max(deadline.remaining, 1.0)))
-            return Fleet(http, snapshots=snapshots)
+            return Fleet(http, snapshots=snapshots, signing_key=key)
+        except FleetUntrusted:
+            http.close()
+            raise
         except FleetError as error:
             last_answer = str(error)
         if deadline.has_passed:

@@ -347,9 +347,15 @@ def _degraded(summary: FleetSummary) -> Finding:
     interruption = _find_interruption(summary)
     if interruption is not None and interruption[0] is Reason.TRAINER_LOST:
         return Finding(kind, "True", *interruption)
-    if found := _check_last_update(summary) or _check_nodes(summary) or _check_prefetch(summary):
+    checks = (_check_certificate, _check_callers, _check_last_update, _check_nodes, _check_prefetch)
+    if found := next(filter(None, (check(summary) for check in checks)), None):
         return Finding(kind, "True", *found)
     return Finding(kind, "False", Reason.AS_EXPECTED, "Nothing needs attention.")
+
+
+def _check_certificate(summary: FleetSummary) -> tuple[Reason, str] | None:
+    problem = summary.fleet.cluster.tls_problem
+    return (Reason.INVALID_CERTIFICATE, f"The running router keeps its certificate. {problem}") if problem else None
 
 
 def _check_callers(summary: FleetSummary) -> tuple[Reason, str] | None:

@@ -88,11 +88,15 @@ def make_plan(fleet: FleetView, settings: Settings, now: str = "") -> Plan:
     rollout = fleet.rollout
     if rollout is None or fleet.is_being_deleted:
         return Plan()
-    wanted = [stamp(rendered) for rendered in _render_creatable(fleet, settings)]
+    wanted = [stamp(rendered) for rendered in _render_creatable(fleet, settings, new_key)]
+    if refusal := find_refusal(rollout, wanted, allowed):
+        return Plan(refusal=Failure(Reason.NOT_ALLOWED, refusal))
+    if fleet.cluster.tls_problem and not fleet.serves_wanted_certificate:
+        return Plan(requeue_after=WAIT_SECONDS, refusal=Failure(Reason.INVALID_CERTIFICATE, fleet.cluster.tls_problem))
     applies, blocked = _plan_applies(fleet, wanted)
     restarts, waits = plan_restarts(fleet, {apply.object["metadata"]["name"] for apply in applies}, now)
     lacks_something = any(is_partly_placed(fleet, engine) or engine.lacks_pods for engine in fleet.existing)
-    waits = waits or lacks_something or bool(fleet.cluster.gang_problem or fleet.cluster.queue_problem)
+    waits = waits or lacks_something or bool(fleet.cluster.gang_problem or fleet.cluster.queue_problem or fleet.cluster.tls_problem)
     requeue = SETTLE_SECONDS if blocked else WAIT_SECONDS if waits else None
     return Plan((*applies, *_plan_prunes(fleet, wanted), *(_delete(restart) for restart in restarts)), requeue)
 
@@ -127,6 +131,8 @@ def _render_creatable(fleet: FleetView, settings: Settings, new_key: str | None)
     rendered = render_all(rollout, settings, token, gates=fleet.gate_ports, avoided=fleet.avoided_nodes, members=members)
     held = {engine.name for engine in fleet.wanted if is_held_for_base(fleet, engine)}
     refused = {POD_GROUPS.kind} if fleet.cluster.gang_problem else set()
+    if fleet.cluster.tls_problem:
+        refused.add(DEPLOYMENTS.kind)  # a new router pod would wait for the Secret, and the running one would end
     return [
         child
         for child in rendered

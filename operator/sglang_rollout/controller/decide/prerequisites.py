@@ -40,6 +40,8 @@ class Cluster:
     """Why the queue admits no workload, quoting Kueue."""
     gang_problem: str = ""
     """Why PodGroups cannot be created, as a sentence."""
+    tls_problem: str = ""
+    """Why the Secret of ``security.tls`` cannot be used, as a sentence."""
     largest: LargestNode | None = None
     """The node with the most GPUs; None if unknown, for example because the operator may not list nodes."""
     creation_errors: Mapping[str, str] = field(default_factory=dict)

@@ -21,6 +21,7 @@ from sglang_rollout.controller.decide.pods import Pod, count_designed_pods
 from sglang_rollout.controller.decide.prerequisites import Cluster
 from sglang_rollout.controller.render import names
 from sglang_rollout.controller.render.hashing import revision, revisions
+from sglang_rollout.controller.render.tls import find_secret, is_encrypted
 from sglang_rollout.kube.resources import Object
 from sglang_rollout.wire.reasons import end_sentence
 from sglang_rollout.wire.record import EngineRow, Record
@@ -183,6 +184,19 @@ class FleetView:
     def is_router_ready(self) -> bool:
         """True if the router runs in its current form."""
         return bool(_status(self._router).get("readyReplicas")) and _is_observed(self._router)
+
+    @cached_property
+    def is_encrypted(self) -> bool:
+        """True if the fleet's URL is HTTPS. A spec with a certificate that cannot be used has no effect on the router yet."""
+        if self._router is not None:
+            return find_secret(self._router) is not None
+        return self.rollout is not None and is_encrypted(self.rollout)
+
+    @cached_property
+    def serves_wanted_certificate(self) -> bool:
+        """True if the router was made with the Secret of ``security.tls``."""
+        tls = self.rollout.spec.security.tls if self.rollout else None
+        return tls is not None and self._router is not None and find_secret(self._router) == tls.secret_name
 
     @cached_property
     def router_creation_error(self) -> str:

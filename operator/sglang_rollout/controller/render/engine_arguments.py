@@ -10,7 +10,7 @@ from sglang_rollout.api.engine_spec import NODE_NAME_ENV, NODE_RANK_ENV
 from sglang_rollout.api.network_spec import CACHE_VARIABLES, MEMORY_CHECK, NETWORK_VARIABLES, OFFLINE_VARIABLES
 from sglang_rollout.api.sharing_spec import Mode
 from sglang_rollout.api.v1alpha1 import SGLangRollout
-from sglang_rollout.controller.render import names
+from sglang_rollout.controller.render import names, tls
 from sglang_rollout.controller.render.common import HOME_ENV, Object
 from sglang_rollout.controller.render.names import OF_POD, EnginePorts
 from sglang_rollout.controller.render.storage import CACHE_DIR

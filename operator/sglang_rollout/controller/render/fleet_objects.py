@@ -9,7 +9,7 @@ from typing import Any
 from sglang_rollout.api.intent import Intent, WantedEngine
 from sglang_rollout.api.sharing_spec import Mode
 from sglang_rollout.api.v1alpha1 import SGLangRollout, State
-from sglang_rollout.controller.render import names
+from sglang_rollout.controller.render import names, tls
 from sglang_rollout.controller.render.common import Object, child
 from sglang_rollout.controller.render.names import engine_ports
 from sglang_rollout.controller.render.network_policies import selects_engines
@@ -101,6 +101,9 @@ def _service(rollout: SGLangRollout, name: str, component: str, port: int, **fie
         "selector": names.selector(rollout.name, component),
         "ports": [{"name": "http", "port": port, "targetPort": port, "protocol": "TCP"}],
     }
+    if component == names.COMPONENT_ROUTER and tls.is_encrypted(rollout):
+        # Meshes would read the name as plain HTTP.
+        service["spec"]["ports"][0]["appProtocol"] = "https"
     return service
 
 

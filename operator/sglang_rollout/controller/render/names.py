@@ -184,7 +184,7 @@ def selector_string(rollout: str, *, pods: int = 1) -> str:
     return ",".join(f"{key}={value}" for key, value in sorted(wanted.items()))
 
 
-def public_url(rollout: str, namespace: str, port: int) -> str:
+def public_url(rollout: str, namespace: str, *, tls: bool) -> str:
     """Return the fleet's one URL."""
     return f"{_scheme(tls)}://{router_name(rollout)}.{namespace}.svc:{wire.FRONT_PORT}"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from sglang_rollout.api.limits_spec import limits_options
 from sglang_rollout.api.security_spec import GenerateAccess
 from sglang_rollout.api.v1alpha1 import SGLangRollout
-from sglang_rollout.controller.render import common, names
+from sglang_rollout.controller.render import common, names, tls
 from sglang_rollout.controller.render.common import Object, Settings, http_probe
 from sglang_rollout.controller.render.hashing import digest
 from sglang_rollout.controller.render.overlay import merge
@@ -97,6 +97,7 @@ def _pod_spec(rollout: SGLangRollout, settings: Settings) -> Object:
                 _account_volume(),
             ),
             *_token_volumes(rollout),
+            *tls.front_volumes(rollout),
         ],
     }
 
@@ -107,7 +108,7 @@ def _front(rollout: SGLangRollout, settings: Settings) -> Object:
         settings.router_image,
         settings,
         command=("proxy", "front"),
-        mounts=[common.TMP_MOUNT],
+        mounts=[common.TMP_MOUNT, common.COORDINATOR_MOUNT, *tls.front_mounts(rollout)],
         args=[
             *("--listen", f"[::]:{FRONT_PORT}"),
             *("--smg", f"127.0.0.1:{SMG_PORT}"),
@@ -117,6 +118,7 @@ def _front(rollout: SGLangRollout, settings: Settings) -> Object:
             *("--metrics-listen", f"[::]:{METRICS_PORT}"),
             *("--probes-listen", f"[::]:{PROBES_PORT}"),
             *("--smg-metrics", f"127.0.0.1:{SMG_METRICS_PORT}"),
+            *tls.front_arguments(rollout),
             *limits_options(rollout.spec.engine.limits),
             *_data_callers(rollout),
         ],

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import pickle
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -17,6 +20,7 @@ from click.testing import CliRunner
 from sglang_rollout.agent.access import RELAYED, Relay
 from sglang_rollout.agent.agent import Agent
 from sglang_rollout.agent.app import MAX_BODY, make_app
+from sglang_rollout.agent.authorities import Authorities
 from sglang_rollout.agent.cli import command
 from sglang_rollout.agent.engine import Engine
 from sglang_rollout.agent.gate import Gate
@@ -27,6 +31,7 @@ from sglang_rollout.wire.access import CALLER_HEADER, RELAYED_AUTHORIZATION_HEAD
 from sglang_rollout.wire.ports import FLEET_LEASE, TERM_HEADER, VERSION_HEADER
 from tests.contract.support.agent_pod import TOKEN, until
 from tests.contract.support.stub_engine import StubEngine, stub_engine
+from tests.support.certificates import Authority
 from tests.support.ports import free_port
 
 NO_TENSORS = base64.b64encode(pickle.dumps([], 4)).decode()
@@ -38,6 +43,7 @@ class Coordinator:
     """Records its requests and gives the configured answer."""
 
     port: int = field(default_factory=free_port)
+    tls: ssl.SSLContext | None = None
     asked: list[tuple[str, str, bytes, str | None]] = field(default_factory=list)
     """Method, path with query, body and type."""
     pages: list[tuple[str | None, str | None]] = field(default_factory=list)
@@ -53,7 +59,7 @@ class Coordinator:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"{'https' if self.tls else 'http'}://127.0.0.1:{self.port}"
 
     async def handle(self, request: web.Request) -> web.Response:
         self.asked.append((request.method, request.path_qs, await request.read(), request.headers.get("Content-Type")))
@@ -87,26 +93,37 @@ class Lab:
             return reply.status, reply.reason or "", await reply.text(), reply
 
 
-async def serve(stack: AsyncExitStack, app: web.Application, port: int, *, cancels: bool) -> None:
+async def serve(stack: AsyncExitStack, app: web.Application, port: int, *, cancels: bool, tls: ssl.SSLContext | None = None) -> None:
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=cancels)
     await runner.setup()
     stack.push_async_callback(runner.cleanup)
-    await web.TCPSite(runner, "127.0.0.1", port).start()
+    await web.TCPSite(runner, "127.0.0.1", port, ssl_context=tls).start()
 
 
 @asynccontextmanager
-async def agent_lab(folder: Path, *, relays: bool = True, answers: bool = True) -> AsyncIterator[Lab]:
+async def agent_lab(
+    folder: Path,
+    *,
+    relays: bool = True,
+    answers: bool = True,
+    takes_tensors: bool = True,
+    tls: ssl.SSLContext | None = None,
+    authority: Path | None = None,
+) -> AsyncIterator[Lab]:
     async with AsyncExitStack() as stack:
-        stub, coordinator, port = await stack.enter_async_context(stub_engine()), Coordinator(), free_port()
+        stub, coordinator, port = await stack.enter_async_context(stub_engine()), Coordinator(tls=tls), free_port()
         if answers:
             app = web.Application(client_max_size=2 * MAX_BODY)
             app.router.add_route("*", "/{path:.*}", coordinator.handle)
-            await serve(stack, app, coordinator.port, cancels=True)
+            await serve(stack, app, coordinator.port, cancels=True, tls=tls)
         engine = await stack.enter_async_context(Engine(stub.url))
         agent = Agent(name="e0", engine=engine, gate=Gate(folder / "gate.sock"), record_file=RecordFile(folder))
         await agent.observe()
-        relay = await stack.enter_async_context(Relay(coordinator.url, engine="e0")) if relays else None
-        await serve(stack, make_app(agent, token=TOKEN, fence=Fence(agent, kill_file=None), relay=relay), port, cancels=False)
+        relaying = Relay(coordinator.url, engine="e0", credentials=Credentials(TOKEN), authorities=Authorities(authority))
+        relay = await stack.enter_async_context(relaying) if relays else None
+        fence = Fence(agent, kill_file=None)
+        app = make_app(agent, credentials=Credentials(TOKEN), fence=fence, relay=relay, takes_tensors=takes_tensors)
+        await serve(stack, app, port, cancels=False)
         http = await stack.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)))
         yield Lab(f"http://127.0.0.1:{port}", stub, coordinator, http)
 
@@ -235,7 +252,7 @@ async def test_a_body_up_to_the_limit_passes_and_a_larger_body_does_not(lab: Lab
 
 
 @pytest.mark.parametrize(
-    "url", ["demo-router:30000", "https://demo-router:30000", "http://", "http://demo-router:x", f"http://demo-router:30000{FLEET_LEASE}"]
+    "url", ["demo-router:30000", "ftp://demo-router:30000", "http://", "http://demo-router:x", f"http://demo-router:30000{FLEET_LEASE}"]
 )
 def test_an_invalid_fleet_url_is_refused_at_the_start(tmp_path: Path, url: str) -> None:
     (tmp_path / "token").write_text(TOKEN)
@@ -249,3 +266,17 @@ async def _true(value: bool) -> bool:
     return value
 
 
+async def test_the_certificate_of_the_fleet_is_checked_with_an_authority_that_may_change(tmp_path: Path) -> None:
+    authority, file = Authority(), tmp_path / "authority" / "ca.crt"
+    authority.issue("127.0.0.1").write(tmp_path / "front.pem")
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(tmp_path / "front.pem", tmp_path / "front.pem.key")
+    async with agent_lab(tmp_path, tls=tls, authority=file) as lab:
+        status, _, text, _ = await lab.ask("/flush_cache")
+        assert (status, lab.coordinator.asked) == (503, []), "without the file, the authorities of the system are trusted"
+        assert "a certificate that this agent does not trust" in text
+        file.parent.mkdir()
+        file.write_bytes(authority.certificate)
+        assert (await lab.ask("/flush_cache"))[0] == 409, "the coordinator's answer"
+        file.write_text("junk")
+        assert (await lab.ask("/flush_cache"))[0] == 409, "the earlier authority stays"

@@ -11,8 +11,18 @@ import pytest
 from sglang_rollout.api.limits_spec import Limits
 from sglang_rollout.proxy.address import Address, UnixSocket
 from sglang_rollout.proxy.cli import find_haproxy
-from sglang_rollout.proxy.config import FrontParams, GateParams, fit_connections, front_config, gate_config, guard_text
+from sglang_rollout.proxy.config import (
+    Certificate,
+    FrontParams,
+    GateParams,
+    fit_connections,
+    front_config,
+    gate_config,
+    guard_text,
+    renewal_text,
+)
 from sglang_rollout.proxy.gate_map import UNSET
+from tests.support.certificates import Authority
 
 GOLDEN = Path(__file__).parent / "golden"
 LOOPBACK = Address("127.0.0.1", 30001)
@@ -33,7 +43,8 @@ FRONT = FrontParams(
     metrics=Address("::", 30003),
     probes=Address("::", 30004),
 )
-TEXTS = {"gate": gate_config(GATE), "front": front_config(FRONT)}
+CERTIFICATE = Certificate("/etc/sglang-rollout/tls/front.pem", "/run/rollout-front")
+TEXTS = {"gate": gate_config(GATE), "front": front_config(FRONT), "front-tls": front_config(replace(FRONT, certificate=CERTIFICATE))}
 
 
 @pytest.mark.parametrize("name", TEXTS)
@@ -50,8 +61,13 @@ def test_golden(name: str) -> None:
 def test_haproxy_accepts_the_configuration(name: str, tmp_path: Path) -> None:
     path = tmp_path / "haproxy.cfg"
     (tmp_path / "gate.sock.version").write_text(UNSET)
-    (tmp_path / "gate.sock.guard.lua").write_text(guard_text())
-    path.write_text(TEXTS[name].replace("/run/rollout/gate", str(tmp_path)))
+    (tmp_path / "gate.sock.guard.lua").write_text(guard_text(Limits()))
+    (tmp_path / "renewal.lua").write_text(renewal_text(Certificate(str(tmp_path / "front.pem"), str(tmp_path))))
+    Authority().issue("demo-router.default.svc").write(tmp_path / "front.pem")
+    text = TEXTS[name]
+    for folder in ("/run/rollout-gate", "/run/rollout-front", "/etc/sglang-rollout/tls"):
+        text = text.replace(folder, str(tmp_path))
+    path.write_text(text)
     done = subprocess.run([find_haproxy() or "haproxy", "-c", "-f", str(path)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "WARNING" not in done.stderr

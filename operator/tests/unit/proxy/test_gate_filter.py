@@ -379,6 +379,13 @@ def test_escaped_paths_of_media_are_refused(tmp_path: Path) -> None:
     assert all(sentence.startswith("image_data names a file") for sentence in found), found
 
 
+@pytest.mark.parametrize("value", ["http://169.254.169.254/latest", "https://example.org/a.png"])
+def test_media_by_url_need_a_setting(tmp_path: Path, value: str) -> None:
+    found = run(tmp_path, media(value))
+    assert all("is a URL, which the engine would fetch" in sentence for sentence in found), found
+    assert run(tmp_path, media(value), "?", Limits(media_urls=MediaUrls.ALLOWED)) == [""] * len(found)
+
+
 @pytest.mark.parametrize(
     "value",
     ["data:image/png;base64,AAAA", "data:video/mp4;base64,/+8=", "iVBORw0KGgo/+==", "/9j/4AAQSkZJRg", "UklGRiQAAABXQVZF", None],
