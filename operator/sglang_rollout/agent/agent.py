@@ -19,6 +19,7 @@ from sglang_rollout.agent.engine import Engine, refusal_reply
 from sglang_rollout.agent.gate import Gate, GateKeeper
 from sglang_rollout.agent.interruption import should_resume
 from sglang_rollout.agent.record import RecordError, RecordFile
+from sglang_rollout.agent.signatures import Signatures
 from sglang_rollout.proxy.gate_map import gate_entries
 from sglang_rollout.sglang.api import ControlCall, PauseMode
 from sglang_rollout.sglang.client import EngineError, EngineGoneError, Reply
@@ -43,9 +44,19 @@ class Agent:
         gate: Client of the gate.
         record_file: File of the persisted state.
         tensor_size: Tensor parallel size that the fleet expects; None accepts every size.
+        signatures: Decides which versions are acknowledged; None accepts unsigned versions.
     """
 
-    def __init__(self, *, name: str, engine: Engine, gate: Gate, record_file: RecordFile, tensor_size: int | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        name: str,
+        engine: Engine,
+        gate: Gate,
+        record_file: RecordFile,
+        tensor_size: int | None = None,
+        signatures: Signatures | None = None,
+    ) -> None:
         self.name = name
         self.engine = engine
         self.gate = GateKeeper(gate, may_open=lambda: s.gate_may_open(self.state), entries=self._gate_entries)
@@ -55,6 +66,7 @@ class Agent:
         if warning:
             log.warning("%s", warning)
         self.state = ev.restore_state(record, is_readable=not warning)
+        self.signatures = signatures
         self.running: asyncio.Task[Reply] | None = None
         """The last control call; the engine may have answered it."""
         self.running_since = 0.0
@@ -103,7 +115,8 @@ class Agent:
 
     def status(self) -> AgentStatus:
         """Return the status message of this moment."""
-        status = s.status(self.state, name=self.name, gate_open=self.gate.view is not None and self.gate.view.up)
+        gate_open = self.gate.view is not None and self.gate.view.up
+        status = s.status(self.state, name=self.name, gate_open=gate_open, signed_only=self.signatures is not None)
         if self.release_failure is not None:
             status = status.model_copy(update={"reason": self.release_failure.code, "message": self.release_failure.message})
         if self.giving_up_since is None:

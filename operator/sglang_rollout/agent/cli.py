@@ -26,6 +26,7 @@ from sglang_rollout.agent.gate import Gate
 from sglang_rollout.agent.launch.head_pod import HeadPod
 from sglang_rollout.agent.launch.member_pod import MemberPod, member_app
 from sglang_rollout.agent.record import RecordFile
+from sglang_rollout.agent.signatures import PublicKeys, Signatures
 from sglang_rollout.agent.update import Fence
 from sglang_rollout.agent.watchdog import HangWatch, SpecStateWatch, watch_drain
 from sglang_rollout.credentials import CredentialFile, Credentials
@@ -74,6 +75,9 @@ class Settings:
     fleet_url: str | None = None
     fleet_ca: Path | None = None
     takes_tensors: bool = False
+    public_keys: Path | None = None
+    rollout_uid: str = ""
+    require_checksums: bool = False
     place: Place | None = None
 
 
@@ -123,6 +127,13 @@ class Settings:
     " the system. Read again when it changes.",
 )
 @click.option("--takes-tensors", is_flag=True, help="For an engine whose trainer sends it handles of tensors on the same GPUs.")
+@click.option(
+    "--public-keys",
+    type=click.Path(path_type=Path),
+    help="Folder with the trainers' public keys (Ed25519, *.pem): only signed weight updates are accepted. Read again when it changes.",
+)
+@click.option("--rollout-uid", default="", help="With --public-keys: UID of the rollout, which each signature must name.")
+@click.option("--require-checksums", is_flag=True, help="With --public-keys: each signature must contain the checksums of the weights.")
 @logging_options
 def command(
     *,
@@ -150,6 +161,8 @@ def command(
         raise click.BadParameter(f"{settings.engine_url!r} is not an http URL", param_hint="--engine-url")
     if settings.fleet_url is not None:
         _check_fleet_url(settings.fleet_url)
+    if settings.public_keys is not None and not settings.rollout_uid:
+        raise click.UsageError("--public-keys needs --rollout-uid: a signature is valid for one rollout only")
     try:
         uvloop.run(run_member_pod(settings, place) if place is not None and place.rank else run(settings))
     except OSError as error:
@@ -185,7 +198,14 @@ async def run(settings: Settings) -> None:
         relaying = Relay(settings.fleet_url, engine=name, credentials=settings.credentials, authorities=Authorities(settings.fleet_ca))
     async with Engine(url, boot_file=boot_file) as engine, relaying as relay:
         record_file = RecordFile(settings.state_dir)
-        agent = Agent(name=name, engine=engine, gate=Gate(settings.gate_socket), record_file=record_file, tensor_size=settings.tensor_size)
+        agent = Agent(
+            name=name,
+            engine=engine,
+            gate=Gate(settings.gate_socket),
+            record_file=record_file,
+            tensor_size=settings.tensor_size,
+            signatures=_make_signatures(settings),
+        )
         fence = Fence(agent, kill_file=files.kill if files else None)
         work = [
             _repeat(_INTERVAL, "polling the engine", agent.observe),
@@ -217,6 +237,13 @@ async def run(settings: Settings) -> None:
             takes_tensors=settings.takes_tensors,
         )
         await _serve(app, settings.listen, work, f"Agent of {name} at {settings.listen}, engine {url}.")
+
+
+def _make_signatures(settings: Settings) -> Signatures | None:
+    """Return the check of signatures; None if unsigned versions are accepted."""
+    if settings.public_keys is None:
+        return None
+    return Signatures(PublicKeys(settings.public_keys), settings.rollout_uid, require_checksums=settings.require_checksums)
 
 
 async def run_member_pod(settings: Settings, place: Place) -> None:

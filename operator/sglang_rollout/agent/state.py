@@ -45,6 +45,10 @@ class EngineRecord(Message):
     """Path of each loaded adapter by name; ``UNKNOWN_PATH`` if the agent does not know whether the adapter is loaded."""
     unverified: bool = False
     """The weights were released in this engine process, and their version has not been verified since."""
+    written: bool = False
+    """A call that writes weights has reached this engine process, so it may hold something else than ``model.path``."""
+    newest_served: Version | None = None
+    """Newest version that was committed while the engine held it, also in an earlier engine process."""
     received: int = 0
     """Update calls that succeeded since the engine became dirty."""
     failed: bool = False
@@ -197,7 +201,7 @@ def _why_not_acknowledged(  # noqa: PLR0911 - one line per case
     return None
 
 
-def status(state: State, *, name: str, gate_open: bool) -> AgentStatus:
+def status(state: State, *, name: str, gate_open: bool, signed_only: bool = False) -> AgentStatus:
     """Return the status message. ``gate_open`` is the state that the gate itself reports."""
     record, facts = state.record, state.facts
     clean = state.up and record.state is EngineState.CLEAN

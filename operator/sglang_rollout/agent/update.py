@@ -12,9 +12,11 @@ from sglang_rollout.agent import state as s
 from sglang_rollout.agent.agent import Agent
 from sglang_rollout.agent.engine import replace_file
 from sglang_rollout.sglang.api import ControlCall
+from sglang_rollout.sglang.checksums import CHECKSUM, find_difference, parse_checksums
 from sglang_rollout.sglang.client import EngineError, Reply
 from sglang_rollout.wire.agent import AckRequest, FenceRequest
 from sglang_rollout.wire.reasons import Refusal, RefusalCode, RefusedError
+from sglang_rollout.wire.signed import SignedVersion
 from sglang_rollout.wire.states import EngineState
 
 log = logging.getLogger(__name__)
@@ -41,6 +43,7 @@ async def acknowledge(agent: Agent, request: AckRequest, deadline: float) -> Non
         reply = await agent.control(ControlCall.SET_VERSION, {"new_version": label}, deadline)
         if not reply.ok:
             raise RefusedError(f"The engine did not take the version's label {label!r}: HTTP {reply.status}.", status=409)
+    await _compare_checksums(agent, request.signed, deadline)
     _check_ack(agent, request)  # the engine may have restarted meanwhile
     agent.dispatch(ev.UpdateAcknowledged(request.version, tuple(request.cohort)))
 
@@ -49,8 +52,41 @@ def _check_ack(agent: Agent, request: AckRequest) -> None:
     refused = s.ack_refusal(agent.state, request.boot_id, request.version, verified=request.verified)
     if refused is None and agent.giving_up_since is not None:
         refused = Refusal(RefusalCode.CONFLICT, "The update is being given up.")
+    if refused is None and agent.signatures is not None:
+        refused = agent.signatures.ack_refusal(request, agent.state.record, _tensor_size(agent))
     if refused is not None:
         raise RefusedError(refused)
+
+
+def check_signature(agent: Agent, signed: SignedVersion) -> None:
+    """Raise RefusedError unless the engine would accept this signed version, before an update to the version begins."""
+    if agent.signatures is None:
+        raise RefusedError("This engine was started without public keys and verifies no signature.", status=409)
+    refused = agent.signatures.refusal(signed, agent.state.record, _tensor_size(agent))
+    if refused is not None:
+        raise RefusedError(refused)
+
+
+async def _compare_checksums(agent: Agent, signed: SignedVersion | None, deadline: float) -> None:
+    """Raise RefusedError unless the engine's weights have the signed checksums, if the signature has any for its size."""
+    size = _tensor_size(agent)
+    if agent.signatures is None or signed is None or size not in signed.checksums:
+        return
+    calls = agent.state.calls
+    reply = await agent.control(ControlCall.CHECK_WEIGHTS, dict(CHECKSUM), deadline)
+    found = parse_checksums(reply.document) if reply.ok else None
+    if found is None:
+        raise RefusedError(f"The engine did not report the checksums of its weights: HTTP {reply.status}.", status=409)
+    if found != signed.checksums[size]:
+        difference = find_difference(signed.checksums[size], found)
+        raise RefusedError(Refusal(RefusalCode.FORBIDDEN, f"The engine holds other weights than the trainer signed: {difference}."))
+    if agent.state.calls != calls + 2:  # the call's begin and end
+        raise RefusedError("Another call reached the engine after its weights were compared.", status=409)
+
+
+def _tensor_size(agent: Agent) -> int | None:
+    facts = agent.state.facts
+    return facts.tensor_size if facts is not None else None
 
 
 class Fence:

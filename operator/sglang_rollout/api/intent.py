@@ -31,6 +31,8 @@ class Intent(Message):
     """``metadata.generation`` of the rollout that this intent comes from."""
     name: str
     namespace: str
+    uid: str = ""
+    """``metadata.uid`` of the rollout; empty without Kubernetes."""
     engines: list[WantedEngine]
     base: int | None = Field(default=None, ge=0)
     """Engines that a fleet without any update waits for. None: all engines."""

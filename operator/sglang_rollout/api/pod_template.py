@@ -18,7 +18,9 @@ AGENT_CONTAINER = "agent"
 DOWNLOAD_CONTAINER = "download"
 MODEL_VOLUME = "rollout-model"
 CACHE_VOLUME = "rollout-cache"
-RESERVED_VOLUMES = ("run", "control", "tmp", "shm", MODEL_VOLUME, CACHE_VOLUME)
+PRIVATE_VOLUMES = ("rollout-gate", "rollout-agent", "rollout-public-keys", "rollout-authority", "control", "tmp")
+"""Volumes of the engine pod that only gate and agent mount."""
+RESERVED_VOLUMES = ("run", *PRIVATE_VOLUMES, "shm", MODEL_VOLUME, CACHE_VOLUME)
 """Volumes of the engine pod that belong to the operator."""
 
 SMG_CONTAINER = "smg"

@@ -61,6 +61,12 @@ def rules_of_modes() -> list[dict[str, str]]:
             field=".weights",
         ),
         *_rules_of_pushes_to_each(),
+        rule(
+            "!has(self.security) || !has(self.security.signatures) || (self.mode == 'Standalone' &&"
+            f" (!has(self.weights) || {_NO_TRANSPORT}))",
+            "security.signatures needs mode Standalone and weights.transport Distributed: only updates over a process group can be signed.",
+            field=".security",
+        ),
     ]
 
 

@@ -27,7 +27,8 @@ _CALLS = (
 )
 FAN_OUT_PATHS = (
     *(call.path for call in _CALLS),
-    *(ports.AGENT_SYNC, ports.AGENT_RUN, ports.AGENT_PREFLIGHT, ports.AGENT_CHECKPOINT, ports.AGENT_ACK, ports.AGENT_FENCE),
+    *(ports.AGENT_SYNC, ports.AGENT_RUN, ports.AGENT_PREFLIGHT, ports.AGENT_CHECKPOINT, ports.AGENT_SIGNATURE, ports.AGENT_ACK),
+    ports.AGENT_FENCE,
 )
 """Paths that the coordinator calls on several engines."""
 

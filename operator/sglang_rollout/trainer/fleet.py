@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
+from urllib.parse import urlencode
 
 from pydantic import ValidationError
 
@@ -28,9 +29,11 @@ from sglang_rollout.trainer.push import (
     prepare_failure,
 )
 from sglang_rollout.trainer.ranks import MARGIN_SECONDS, Ranks, follow
+from sglang_rollout.trainer.signing import SigningKey, find_signing_key
 from sglang_rollout.trainer.snapshots import Snapshots, Staging
 from sglang_rollout.trainer.tensors import NamedTensors, Shapes, Source, Specs
 from sglang_rollout.wire.ports import FLEET, FLEET_TENSORS
+from sglang_rollout.wire.signed import SignedVersion
 from sglang_rollout.wire.trainer import FleetDocument, ModelTensors
 
 if TYPE_CHECKING:
@@ -52,6 +55,7 @@ def connect(
     token: str | None = None,
     token_file: str | os.PathLike[str] | None = None,
     ca: str | os.PathLike[str] | None = None,
+    signing_key: str | os.PathLike[str] | bytes | None = None,
 ) -> Fleet:
     """Wait until the fleet can take weights, which needs at least one engine that is up. Return a handle on the fleet.
 
@@ -66,11 +70,15 @@ def connect(
         ca: File with the certificates of authorities that are trusted for an ``https`` URL.
             None: of the variables ``SGLANG_ROLLOUT_CA``, ``REQUESTS_CA_BUNDLE``, ``CURL_CA_BUNDLE`` or ``SSL_CERT_FILE``,
             or else those of ``requests``.
+        signing_key: Ed25519 private key in PEM (its file, or its bytes) with which pushes are signed (``security.signatures``).
+            None: the file that the variable ``SGLANG_ROLLOUT_SIGNING_KEY`` names, or else pushes are not signed.
 
     Raises:
+        FleetError: Both ``token`` and ``token_file`` are given, or the signing key cannot be used.
         FleetUnreachable: The fleet did not become healthy in time.
         FleetUntrusted: The certificate of the URL is not accepted.
     """
+    key = find_signing_key(signing_key)
     http = Http(url, find_credentials(token, token_file, ca))
     deadline = Deadline(timeout)
     last_answer = "none."
@@ -106,11 +114,12 @@ def connect_engine(url: str) -> Fleet:
 class Fleet:
     """A handle on a rollout fleet. ``connect`` returns it. Close it, or use it in a ``with`` block, to close its process group."""
 
-    def __init__(self, http: Http, *, snapshots: Snapshots | None = None) -> None:
+    def __init__(self, http: Http, *, snapshots: Snapshots | None = None, signing_key: SigningKey | None = None) -> None:
         self._http = http
+        self._signing_key = signing_key
         self.snapshots = snapshots
         """Which pushes are also written to disk. May be set at any time."""
-        self._groups = GroupControl(http, self.document)
+        self._groups = GroupControl(http, self.document, signs=signing_key is not None)
         self._shapes: tuple[tuple[str, int], Shapes | None] | None = None
         """Fleet ID and epoch, and the tensors of the engines' model. None as tensors: the fleet cannot read its model."""
 
@@ -125,7 +134,9 @@ class Fleet:
         Raises:
             FleetError: The URL does not answer with a discovery document.
         """
+        return self._read_document(FLEET)
 
+    def _read_document(self, path: str) -> FleetDocument:
         try:
             return FleetDocument.model_validate(self._http.get(path, timeout=INFO_SECONDS))
         except ValidationError as error:
@@ -259,8 +270,9 @@ class Fleet:
             patience = self._groups.options.timeout + 2 * options.timeout + MARGIN_SECONDS
             ranks.agree(source.digest(options.intent), patience=patience)
         group = self._current_group()
+        signed = self._sign(options)
         staging = self.snapshots.begin(wanted=snapshot) if self.snapshots else None
-        push = Push(self._http, group, options, ranks=ranks, tensor_sink=_tensor_sink(staging, group))
+        push = Push(self._http, group, options, signed=signed, ranks=ranks, tensor_sink=_tensor_sink(staging, group))
         push.phases["group"] = (time.monotonic() - started) * 1000
         document = self._run(push, source, options.version)
         push.phases["total"] = (time.monotonic() - started) * 1000
@@ -269,6 +281,17 @@ class Fleet:
             ranks.finish(result)
         saved = staging.publish(document.committed, group.epoch, document.fleet_id) if staging else None
         return PushResult(**result, snapshot=saved)
+
+    def _sign(self, options: PushOptions) -> SignedVersion | None:
+        """Return the version that this push becomes, signed; None without a key, and for a fleet that accepts unsigned updates."""
+        if self._signing_key is None:
+            return None
+        try:
+            signing = self._read_document(f"{FLEET}?{urlencode({'label': options.version})}").signing
+            checksums = {size: tuple(ranks) for size, ranks in options.checksums.items()}
+            return None if signing is None else self._signing_key.sign(signing, options.version, checksums)
+        except FleetError as error:
+            raise PushFailed(phase="prepare", reason=str(error), advice=NOTHING_SENT) from error
 
     def _check(self, source: Source, bucket_bytes: int, *, compare: bool) -> None:
         """Check the tensors of a push. Only reads from the fleet.

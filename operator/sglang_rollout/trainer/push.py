@@ -23,6 +23,7 @@ from sglang_rollout.trainer.calls import Deadline, Http, run_in_background
 from sglang_rollout.trainer.errors import NOTHING_SENT, FleetError, FleetRefused, PushFailed
 from sglang_rollout.trainer.ranks import Ranks, digest_bucket
 from sglang_rollout.trainer.tensors import Bucket, NoTensorError, Source, TensorSpec, full_tensor, plan_buckets
+from sglang_rollout.wire.signed import SignedVersion
 
 log = logging.getLogger(__name__)
 
@@ -102,16 +103,25 @@ class Push:
         http: The fleet.
         group: An open process group.
         options: The settings.
+        signed: The version that the push becomes, signed; None: not signed.
         ranks: The trainer's ranks that gather together with this rank.
         tensor_sink: Receives every full tensor.
     """
 
     def __init__(
-        self, http: Http, group: BroadcastGroup, options: PushOptions, *, ranks: Ranks | None = None, tensor_sink: TensorSink | None = None
+        self,
+        http: Http,
+        group: BroadcastGroup,
+        options: PushOptions,
+        *,
+        signed: SignedVersion | None = None,
+        ranks: Ranks | None = None,
+        tensor_sink: TensorSink | None = None,
     ) -> None:
         self._http = http
         self._group = group
         self._options = options
+        self._signed = signed
         self._ranks = ranks
         self._tensor_sink = tensor_sink
         self.phases: dict[str, float] = {}
@@ -130,7 +140,8 @@ class Push:
         first = self._timed("prepare", lambda: self._next_bucket(prepared))
         if first is None:
             raise prepare_failure(NoTensorError())
-        self._timed("begin", lambda: self._call("begin", ControlCall.BEGIN_UPDATE.path, {}))
+        begin = {} if self._signed is None else {"signed": self._signed.model_dump(mode="json")}
+        self._timed("begin", lambda: self._call("begin", ControlCall.BEGIN_UPDATE.path, begin))
         self._timed("transfer", lambda: self._transfer(first, prepared))
         ended = self._timed("end", lambda: self._call("end", ControlCall.END_UPDATE.path, self._end_body()))
         self.fenced = _fenced(ended)

@@ -10,6 +10,7 @@ from pydantic import Field
 from sglang_rollout.wire import Message
 from sglang_rollout.wire.ports import WIRE_VERSION
 from sglang_rollout.wire.reasons import GateReason
+from sglang_rollout.wire.signed import SignedVersion
 from sglang_rollout.wire.states import EngineState, FleetState, Version
 
 
@@ -126,6 +127,9 @@ class EndedUpdate(Message):
     """Bytes of the tensors that were sent; None: not known, as for handles of GPU memory."""
     reason: UpdateReason | None = None
     """Why the update did not commit on all engines, as a code; None: it did."""
+    signed_by: str = ""
+    """ID of the key that signed the version; empty: it was not signed."""
+
     def shortened(self) -> EndedUpdate:
         """Return the update as the list of recent updates has it: a short message, and no engines."""
         message = self.message if len(self.message) <= MAX_RECENT_CHARACTERS else f"{self.message[: MAX_RECENT_CHARACTERS - 1]}…"
@@ -197,6 +201,8 @@ class Record(Message):
     committed: Version
     author: str = ""
     """Caller that pushed the committed version; empty: not known, or no caller did."""
+    signed: SignedVersion | None = None
+    """The committed version as its trainer signed it; None: it was not signed."""
     intent_generation: int = 0
     """Generation of the intent that the coordinator has applied."""
     engines: list[EngineRow] = Field(default_factory=list)
@@ -211,6 +217,8 @@ class Record(Message):
     """Newest version of a failed update that an engine may hold. Its step is never used for other weights."""
     under_way: Version | None = None
     """Version of the open update; None: no update was open. If it commits while the store is down, only the engines know."""
+    under_way_signed: SignedVersion | None = None
+    """That version as its trainer signed it; None: it was not signed."""
     next_run: int = 0
     """Run that the next update opens, if a new run was requested."""
     fleet_id: str = ""

@@ -30,6 +30,15 @@ class FleetMember(EngineRow):
     """NCCL of the engine. A trainer needs the same version, and the same ``NCCL_CUMEM_ENABLE``."""
 
 
+class Signing(Message):
+    """What the signature of the next version must name."""
+
+    uid: str
+    """``metadata.uid`` of the rollout."""
+    version: Version
+    """Version that a push becomes whose label is the query's ``label``; without it, of a push without a label."""
+
+
 class FleetDocument(Message):
     """``GET /fleet``: state of the fleet for trainers and people."""
 
@@ -71,6 +80,8 @@ class FleetDocument(Message):
     """Applied ``spec.state``."""
     held: str = ""
     """Interruption that keeps the engines from serving, as a sentence; empty if there is none."""
+    signing: Signing | None = None
+    """What the signature of the next version must name; null: the fleet accepts unsigned updates."""
 
 
 class ModelTensors(Message):

@@ -112,6 +112,7 @@ def _pod_template(rollout: SGLangRollout, settings: Settings, index: int, revisi
                 common.TMP_VOLUME,
                 common.control_volume(names.credentials_name(rollout.name), name),
                 *tls.agent_volumes(rollout),
+                *_key_volumes(rollout),
                 *volumes(rollout),
             ],
         },
@@ -151,7 +152,10 @@ def _agent(rollout: SGLangRollout, settings: Settings, name: str, ports: EngineP
         settings.coordinator_image,
         settings,
         command=("agent",),
+        mounts=[
             *(RUN_MOUNT, GATE_MOUNT, AGENT_MOUNT, common.TMP_MOUNT, common.CONTROL_MOUNT, *tls.agent_mounts(rollout)),
+            *({"name": volume["name"], "mountPath": names.PUBLIC_KEYS_DIR, "readOnly": True} for volume in _key_volumes(rollout)),
+        ],
         restartPolicy="Always",
         args=agent_args(rollout, name, ports),
         env=agent_environment(rollout),
@@ -159,6 +163,14 @@ def _agent(rollout: SGLangRollout, settings: Settings, name: str, ports: EngineP
         livenessProbe=http_probe(AGENT_HEALTH, ports.probes, periodSeconds=10, timeoutSeconds=5, failureThreshold=6),
         resources=own_resources(AGENT_CONTAINER, rollout.spec.engine.agent_resources),
     )
+
+
+def _key_volumes(rollout: SGLangRollout) -> list[Object]:
+    """Return the volume with the public keys of trainers, if updates must be signed. Engines start without the Secret, too."""
+    signatures = rollout.spec.security.signatures
+    if signatures is None:
+        return []
+    return [{"name": "rollout-public-keys", "secret": {"secretName": signatures.public_key_secret, "optional": True, "defaultMode": 0o444}}]
 
 
 def _engine(rollout: SGLangRollout, name: str, ports: EnginePorts) -> Object:

@@ -119,6 +119,7 @@ def intent(rollout: SGLangRollout, gates: Mapping[str, int]) -> Object:
         generation=rollout.metadata.generation,
         name=rollout.name,
         namespace=rollout.namespace,
+        uid=rollout.metadata.uid,
         engines=[_wanted_engine(rollout, index, gates) for index in range(spec.engines)],
         base=spec.base if spec.elastic else None,
         weights=spec.weights,

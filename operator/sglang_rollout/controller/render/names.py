@@ -84,6 +84,8 @@ COORDINATOR_DIR = "/run/rollout-coordinator"
 COORDINATOR_SOCKET = f"{COORDINATOR_DIR}/coordinator.sock"
 CONTROL_DIR = "/etc/sglang-rollout/control"
 TOKEN_FILE = f"{CONTROL_DIR}/{TOKEN_KEY}"
+PUBLIC_KEYS_DIR = "/etc/sglang-rollout/public-keys"
+"""Folder in the agent's container with the public keys of trainers."""
 
 
 CHILD_KINDS = (SERVICEACCOUNTS, ROLES, ROLEBINDINGS, SECRETS, CONFIGMAPS, SERVICES, DEPLOYMENTS, DAEMONSETS, STATEFULSETS)

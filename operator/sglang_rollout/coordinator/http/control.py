@@ -116,7 +116,7 @@ async def refuse_one_process(request: web.Request) -> web.Response:
 
 
 _ENGINE_CALLS: dict[str, Callable[[Mapping[str, Any]], Call]] = {
-    ControlCall.BEGIN_UPDATE: Begin,
+    ControlCall.BEGIN_UPDATE: dialects.begin,
     ControlCall.UPDATE_TENSOR: dialects.tensors,
     ControlCall.END_UPDATE: dialects.end,
     ControlCall.SET_VERSION: dialects.set_label,
@@ -145,7 +145,7 @@ async def flush_engine(request: web.Request) -> web.Response:
 routes = [
     web.post(ControlCall.INIT_GROUP.path, open_group),
     web.post(ControlCall.DESTROY_GROUP.path, _handler(dialects.close_group)),
-    web.post(ControlCall.BEGIN_UPDATE.path, _handler(Begin)),
+    web.post(ControlCall.BEGIN_UPDATE.path, _handler(dialects.begin)),
     web.post(ControlCall.UPDATE_DISTRIBUTED.path, _handler(dialects.update)),
     web.post(ControlCall.END_UPDATE.path, _handler(dialects.end)),
     web.post(ControlCall.PAUSE.path, _handler(dialects.pause)),

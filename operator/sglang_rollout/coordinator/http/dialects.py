@@ -10,6 +10,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic import ValidationError
+
 from sglang_rollout.coordinator.update.requests import (
     Answer,
     AtEngine,
@@ -34,6 +36,7 @@ from sglang_rollout.coordinator.update.versions import MAX_LABEL_CHARACTERS
 from sglang_rollout.sglang.api import DEFAULT_PAUSE_MODE, DISK_LOAD_FORMATS, MEMORY_TAGS, PAUSE_MODES, TENSOR_LOAD_FORMATS, ControlCall
 from sglang_rollout.wire import find_lone_surrogate
 from sglang_rollout.wire.reasons import RefusedError, quote_value
+from sglang_rollout.wire.signed import SignedVersion
 from sglang_rollout.wire.trainer import ControlReply
 
 MAX_FLUSH_SECONDS = 60.0
@@ -82,6 +85,19 @@ def pause(body: Fields) -> Request:
     # SGLang's default is written out, because the fleet must know the mode.
     mode = mode or DEFAULT_PAUSE_MODE
     return Pause(mode, {**body, "mode": mode})
+
+
+def begin(body: Fields) -> Begin:
+    """``/begin_weight_update``. ``signed`` is a field of this project."""
+    forwarded = {key: value for key, value in body.items() if key != "signed"}
+    if "signed" not in body:
+        return Begin(forwarded)
+    try:
+        return Begin(forwarded, SignedVersion.model_validate(body["signed"]))
+    except ValidationError as error:
+        problem = error.errors()[0]
+        where = ".".join(map(str, ("signed", *problem["loc"])))
+        raise RefusedError(f"{where}: {problem['msg']}.") from None
 
 
 def end(body: Fields) -> End:

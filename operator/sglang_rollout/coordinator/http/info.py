@@ -14,6 +14,7 @@ from sglang_rollout.coordinator.http.app import PARTS, Parts, refusal_response, 
 from sglang_rollout.coordinator.http.dialects import parse, weights_by_name
 from sglang_rollout.coordinator.update import adapters as lora
 from sglang_rollout.coordinator.update.membership import why_incomplete
+from sglang_rollout.coordinator.update.signatures import next_signing
 from sglang_rollout.sglang.api import MODEL_INFO, MODELS, SERVER_INFO
 from sglang_rollout.wire.access import CALLER_HEADER, RELAYED_CALLER_HEADER, PathKind
 from sglang_rollout.wire.agent import CheckpointRequest
@@ -40,8 +41,8 @@ WEIGHTS_DEADLINE_SECONDS = 30.0
 """An engine answers between two batches of requests."""
 
 
-def make_document(parts: Parts) -> FleetDocument:
-    """Return the discovery document (``GET /fleet``)."""
+def make_document(parts: Parts, label: str | None = None) -> FleetDocument:
+    """Return the discovery document (``GET /fleet``). ``label``: label of the version that the caller will push, if known."""
     machine = parts.machine
     fleet = machine.fleet
     committed = _committed(parts)
@@ -153,7 +154,7 @@ async def check_data_caller(request: web.Request) -> web.Response:
 
 async def get_document(request: web.Request) -> web.Response:
     """``GET /fleet``."""
-    found = make_document(request.app[PARTS])
+    found = make_document(request.app[PARTS], request.query.get("label") or None)
     return web.json_response(found.model_dump(mode="json"))
 
 

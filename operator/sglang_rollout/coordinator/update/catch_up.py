@@ -89,6 +89,8 @@ async def catch_up(fleet: Fleet, name: str, found: Checkpoint) -> Answer:
     engine.note = f"it loads version {version.label} from {found.request.path}."
     names: Iterable[str] = ()
     try:
+        if engine.signed_only and fleet.weights.signed is None:
+            raise _FailedError("that version is not signed, and this fleet accepts signed versions only")
         folder = await _check_folder(fleet, engine, found)
         names = folder.names or ()
         await _load(fleet, engine, folder.path or found.request.path, version)
@@ -177,8 +179,9 @@ async def _open_gate(fleet: Fleet, engine: Engine, version: Version) -> None:
             raise _FailedError(f"it could not be paused like the rest of the fleet: {paused.message.rstrip('.')}")
     if fleet.pause is not None:
         fleet.pause.engines = (*fleet.pause.engines, name)
-    body = AckRequest(version=version, boot_id=engine.boot, cohort=[name]).model_dump(mode="json")
-    reply = await _call_one(name, AGENT_ACK, body, fleet.policy.deadlines.pause_seconds)
+    signed = fleet.weights.signed if fleet.committed == version else None
+    body = AckRequest(version=version, boot_id=engine.boot, cohort=[name], signed=signed).model_dump(mode="json")
+    reply = await _call_one(name, AGENT_ACK, body, fleet.policy.deadlines.update_seconds)
     if not reply.ok:
         raise _FailedError(reply.message.rstrip("."))
     await sync(fleet, [name])

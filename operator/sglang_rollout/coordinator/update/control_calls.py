@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_rollout.coordinator.update import adapters, hybrid, memory, process_groups, sources, transaction
+from sglang_rollout.coordinator.update import adapters, hybrid, memory, process_groups, signatures, sources, transaction
 from sglang_rollout.coordinator.update import requests as rq
 from sglang_rollout.coordinator.update.interruption import Cause
 from sglang_rollout.coordinator.update.lease import is_holder
@@ -116,7 +116,12 @@ STANDALONE: Table = {
         transaction.pause, NO_UPDATE, Abandon("the trainer paused again without ending its update"), exception=_coordinator_paused
     ),
     rq.Continue: Handler(transaction.continue_all),
-    rq.Begin: Handler(transaction.begin, NO_UPDATE, Abandon("the trainer began again without ending its update")),
+    rq.Begin: Handler(
+        transaction.begin,
+        NO_UPDATE,
+        Abandon("the trainer began again without ending its update"),
+        prepare=signatures.check_begin,
+    ),
     rq.Update: Handler(sources.receive_from_group),
     rq.End: Handler(
         transaction.end,

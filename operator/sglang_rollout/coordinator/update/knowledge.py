@@ -28,6 +28,7 @@ from sglang_rollout.coordinator.update.steps import Results
 from sglang_rollout.coordinator.update.versions import AnnouncedTensors, newest, order_key
 from sglang_rollout.wire.agent import AgentStatus
 from sglang_rollout.wire.record import EndedUpdate, Record, UpdateOutcome, UpdateReason
+from sglang_rollout.wire.signed import SignedVersion
 from sglang_rollout.wire.states import BASE, EngineState, Version
 
 REBUILD_SECONDS = 5.0
@@ -96,6 +97,8 @@ class Knowledge:
         """Take in the wanted engines and the policy."""
         fleet, known = self._fleet, self._fleet.engines
         fleet.policy = event.intent.weights
+        fleet.paths = tuple(event.intent.security.paths)
+        fleet.uid, fleet.signatures_demanded = event.intent.uid, event.intent.security.signatures is not None
         fleet.generation, fleet.membership.base = event.intent.generation, event.intent.base
         adapters = event.intent.adapters
         fleet.adapters.of_spec = None if adapters is None else {adapter.name: adapter for adapter in adapters}
@@ -180,7 +183,7 @@ class Knowledge:
             if before == {(name, engine.boot) for name, engine in fleet.members().items()}:
                 self._signature = self._members()
             self._wait_for_trainer(self._record)
-        fleet.commit(proved.committed)
+        fleet.commit(proved.committed, self._find_author(proved.committed), self._find_signed(proved.committed))
         if self._record is not None and self._record.committed == proved.committed:
             fleet.weights.checksums, fleet.weights.disk = dict(self._record.checksums), self._record.disk
 

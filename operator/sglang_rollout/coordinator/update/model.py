@@ -19,6 +19,7 @@ from sglang_rollout.coordinator.update.ranks import Group, RankTable, rank_table
 from sglang_rollout.coordinator.update.versions import Committed
 from sglang_rollout.wire.agent import SyncRequest
 from sglang_rollout.wire.record import Adapter, EndedUpdate, Isolation, Record
+from sglang_rollout.wire.signed import SignedVersion
 from sglang_rollout.wire.states import FleetMode, FleetState, Version
 
 MAX_REASONS_CHARACTERS = 100_000
@@ -63,6 +64,10 @@ class Fleet:
     policy: Weights = field(default_factory=Weights)
     paths: tuple[str, ...] = ()
     """Folders below which trainers may name checkpoints and adapters; empty: all."""
+    uid: str = ""
+    """``metadata.uid`` of the rollout; empty without Kubernetes."""
+    signatures_demanded: bool = False
+    """True if the spec demands signatures of weight updates."""
     generation: int = 0
     """Generation of the intent that was acted on."""
     weights: Committed = field(default_factory=Committed)
@@ -274,6 +279,7 @@ class Fleet:
             epoch=self.epoch,
             committed=weights.version,
             author=weights.author,
+            signed=weights.signed,
             intent_generation=self.generation,
             engines=[engine.row(room) for engine in self.engines.values()],
             joined=[group.row(places) for group in self.groups.values()],
@@ -282,6 +288,7 @@ class Fleet:
             history=weights.history,
             reserved=weights.reserved,
             under_way=self.target() if self.update is not None else None,
+            under_way_signed=self.update.signed if self.update is not None else None,
             next_run=weights.next_run,
             fleet_id=weights.fleet_id,
             world_size=self.table.world_size,

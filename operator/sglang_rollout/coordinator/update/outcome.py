@@ -9,6 +9,7 @@ from sglang_rollout.coordinator.update.membership import engines_without_tensors
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.phases import Phase, Update
 from sglang_rollout.coordinator.update.requests import Answer
+from sglang_rollout.coordinator.update.signatures import compares_checksums
 from sglang_rollout.coordinator.update.steps import (
     FENCE_DEADLINE_SECONDS,
     PATIENCE_SECONDS,
@@ -82,7 +83,8 @@ async def verify_and_commit(fleet: Fleet, update: Update, results: Results, *, a
     await announce_model_tensors(fleet, update)
     update.drop(find_incomplete(fleet, update), UpdateReason.INCOMPLETE)
     if has_enough_engines(fleet, update) and should_verify(fleet):
-        update.dropped |= await verify(fleet, update.remaining())
+        others = [name for name in update.remaining() if not compares_checksums(fleet, update, name)]
+        update.drop(await verify(fleet, others), UpdateReason.VERIFICATION_FAILED)
     if not has_enough_engines(fleet, update):
         return await _fail_for(fleet, update, results)
     # An engine whose memory is released has no cache and has computed nothing since.
@@ -193,8 +195,14 @@ async def reply_and_fence_dropped(fleet: Fleet, answer: Answer) -> Answer:
 async def _acknowledge(fleet: Fleet, update: Update, version: Version) -> Results:
     """Ask every engine that may still commit to record that it holds the version. Drop those that do not."""
     cohort = update.remaining()
-    bodies = {name: AckRequest(version=version, boot_id=update.boots[name], cohort=cohort).model_dump(mode="json") for name in cohort}
-    results = await send(AGENT_ACK, bodies, fleet.policy.deadlines.pause_seconds, patience=PATIENCE_SECONDS, idempotent=True)
+    deadlines, signed = fleet.policy.deadlines, update.signed
+    bodies = {
+        name: AckRequest(version=version, boot_id=update.boots[name], cohort=cohort, signed=signed).model_dump(mode="json")
+        for name in cohort
+    }
+    # Agents compare signed checksums first, which takes as long as a verification.
+    limit = deadlines.update_seconds if signed is not None and signed.checksums else deadlines.pause_seconds
+    results = await send(AGENT_ACK, bodies, limit, patience=PATIENCE_SECONDS, idempotent=True)
     for name in cohort:
         if not _acknowledged(results, name, version):
             said = results[name].message if name in results else "no answer"

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from sglang_rollout.wire.record import MAX_RECENT_UPDATES, EndedUpdate, UpdateOutcome, UpdateReason
+from sglang_rollout.wire.signed import SignedVersion
 
 
 class Phase(StrEnum):
@@ -132,6 +133,8 @@ class Update:
     """The tensors of the checkpoint that is loaded, if they are known."""
     bytes: int | None = 0
     """Bytes of the tensors that were announced; None: not known."""
+    signed: SignedVersion | None = None
+    """The version, signed by the trainer; None: the fleet accepts unsigned updates."""
     dropped: dict[str, str] = field(default_factory=dict)
     """Engines that will not hold the version, and why. They are fenced. :meth:`drop` adds engines."""
     reason: UpdateReason | None = None

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_rollout.wire.reasons import GateReason, Refusal, RefusalCode
+from sglang_rollout.wire.signed import SignedVersion
+
 Body = Mapping[str, Any]
 """A JSON object as the trainer sent it."""
 
@@ -59,6 +61,8 @@ class Begin:
     """``/begin_weight_update``."""
 
     body: Body = field(default_factory=dict)
+    signed: SignedVersion | None = None
+    """The version that the update becomes, signed by the trainer."""
 
 
 @dataclass(frozen=True)

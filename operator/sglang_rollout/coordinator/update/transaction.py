@@ -20,12 +20,14 @@ from sglang_rollout.coordinator.update.phases import Phase
 from sglang_rollout.coordinator.update.phases import Update as OpenUpdate
 from sglang_rollout.coordinator.update.ranks import Group
 from sglang_rollout.coordinator.update.requests import Answer, Begin, Body, Claim, Continue, End, Flush, NewRun, Pause, SetLabel
+from sglang_rollout.coordinator.update.signatures import refuse_other_version, refuse_unsigned
 from sglang_rollout.coordinator.update.steps import GRACE_SECONDS, failures, results_by_engine, resume, same_body, send, send_and_mark_dirty
 from sglang_rollout.coordinator.update.verify import note_held_weights
 from sglang_rollout.coordinator.update.versions import newest
 from sglang_rollout.sglang.api import ControlCall, MemoryTag
 from sglang_rollout.wire.reasons import RefusedError
 from sglang_rollout.wire.record import UpdateReason
+from sglang_rollout.wire.signed import SignedVersion
 from sglang_rollout.wire.states import describe_state
 
 
@@ -126,13 +128,17 @@ async def continue_all(fleet: Fleet, ask: Continue) -> Answer:
     return await reply_and_fence_dropped(fleet, answer)
 
 
-async def begin(fleet: Fleet, ask: Begin) -> Answer:
+async def begin(fleet: Fleet, ask: Begin, signed: SignedVersion | None = None) -> Answer:
     """Open a session on every member of the open process groups. These engines are dirty until a complete update."""
-    failed = await open_sessions(fleet, _members(fleet), ask.body, trainer_session=True)
+    if signed is not None:
+        refuse_other_version(fleet, signed)  # another update may have ended meanwhile
+    failed = await open_sessions(fleet, _members(fleet), ask.body, trainer_session=True, signed=signed)
     return failed or Answer(200, "Success", {**fleet.advice(), "version": str(fleet.target())})
 
 
-async def open_sessions(fleet: Fleet, boots: Mapping[str, str], body: Body, *, trainer_session: bool = False) -> Answer | None:
+async def open_sessions(
+    fleet: Fleet, boots: Mapping[str, str], body: Body, *, trainer_session: bool = False, signed: SignedVersion | None = None
+) -> Answer | None:
     """Open sessions on those of these engines that have none.
 
     Engines are paused first: otherwise SGLang waits for every running request.
@@ -141,6 +147,7 @@ async def open_sessions(fleet: Fleet, boots: Mapping[str, str], body: Body, *, t
     missing = {name: boot for name, boot in boots.items() if open_update is None or name not in open_update.boots}
     if not missing:
         return None
+    refuse_unsigned(fleet, signed if open_update is None else open_update.signed)
     refuse_asleep(fleet)
     for name in missing:
         engine = fleet.engines[name]
@@ -155,7 +162,9 @@ async def open_sessions(fleet: Fleet, boots: Mapping[str, str], body: Body, *, t
         return failed
     fleet.enter(Phase.OPEN)
     if fleet.update is None:
-        fleet.transaction.update = OpenUpdate({}, fleet.now, fleet.transaction.label, trainer_session=trainer_session)
+        label = fleet.transaction.label if signed is None else signed.label
+        fleet.transaction.update = OpenUpdate({}, fleet.now, label, fleet.caller, trainer_session=trainer_session, signed=signed)
+        fleet.hold()
     # Noted before the call: an engine whose answer is lost takes part, too.
     update = fleet.require_update()
     update.boots.update(missing)
@@ -174,7 +183,8 @@ async def open_sessions(fleet: Fleet, boots: Mapping[str, str], body: Body, *, t
 
 async def end(fleet: Fleet, ask: End) -> Answer:
     """Commit the update of the trainer's session."""
-    fleet.require_update().checksums = ask.checksums
+    update = fleet.require_update()
+    update.checksums = update.signed.checksums if update.signed is not None else ask.checksums
     return await end_sessions_and_commit(fleet)
 
 

@@ -79,6 +79,12 @@ class Pod:
     term: int = 1
     name: str = "e0"
     fleet_url: str | None = None
+    takes_tensors: bool = False
+    uid: str | None = None
+    """UID of a rollout that demands signatures; None: it accepts unsigned updates."""
+    limits: Limits = field(default_factory=Limits)
+    token: str = TOKEN
+    """Credential of the engine."""
 
     def __post_init__(self) -> None:
         (self.folder / "token").write_text(self.token)
@@ -94,6 +100,8 @@ class Pod:
         )
         more = ["--boot-file", str(self.boot_file)] if self.with_boot_file else []
         more += ["--fleet-url", self.fleet_url] if self.fleet_url else []
+        more += ["--takes-tensors"] if self.takes_tensors else []
+        more += ["--public-keys", str(self.public_keys), "--rollout-uid", self.uid] if self.uid else []
         self.agent = Process(
             [
                 *("agent", "--name", self.name, "--engine-url", self.engine_url, "--listen", agent, "--gate-socket", sock),
@@ -105,6 +113,15 @@ class Pod:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.gate_port}"
+
+    @property
+    def agent_socket(self) -> Path:
+        return self.folder / "agent.sock"
+
+    @property
+    def public_keys(self) -> Path:
+        """Folder with the public keys of trainers."""
+        return self.folder / "public-keys"
 
     @property
     def boot_file(self) -> Path:
@@ -200,11 +217,32 @@ class Pod:
 
 @asynccontextmanager
 async def run_pod(
-    folder: Path, engine_url: str, *, with_boot_file: bool = False, start: bool = True, name: str = "e0", fleet_url: str | None = None
+    folder: Path,
+    engine_url: str,
+    *,
+    with_boot_file: bool = False,
+    start: bool = True,
+    name: str = "e0",
+    fleet_url: str | None = None,
+    takes_tensors: bool = False,
+    uid: str | None = None,
+    limits: Limits | None = None,
+    token: str = TOKEN,
 ) -> AsyncIterator[Pod]:
     """Run a pod for the length of the block."""
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True, limit=0)) as http:
-        made = Pod(folder, engine_url, http, with_boot_file, name=name, fleet_url=fleet_url)
+        made = Pod(
+            folder,
+            engine_url,
+            http,
+            with_boot_file,
+            name=name,
+            fleet_url=fleet_url,
+            takes_tensors=takes_tensors,
+            uid=uid,
+            limits=limits or Limits(),
+            token=token,
+        )
         try:
             if start:
                 await made.start()

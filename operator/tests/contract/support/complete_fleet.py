@@ -71,9 +71,26 @@ class CompleteFleet:
 
 @asynccontextmanager
 async def complete_fleet(
-    folder: Path, servers: Sequence[str], mode: FleetMode | None = None, policy: str = "RoundRobin"
+    folder: Path,
+    servers: Sequence[str],
+    mode: FleetMode | None = None,
+    policy: str = "RoundRobin",
+    *,
+    connections: int | None = None,
+    uid: str | None = None,
+    limits: Limits | None = None,
 ) -> AsyncIterator[CompleteFleet]:
-    """Run all parts except the servers for the length of the block. The coordinator knows its engines when the block begins."""
+    """Run all parts except the servers for the length of the block. The coordinator knows its engines when the block begins.
+
+    Args:
+        folder: Folder for logs, records and sockets.
+        servers: URLs of the engines.
+        mode: Mode of the fleet.
+        policy: Policy of smg.
+        connections: Most connections of the front.
+        limits: Limits of the gates; None for the defaults.
+        uid: UID of a fleet that accepts signed updates only. Each pod has its own folder of public keys.
+    """
     smg, metrics, listen, own, batches = (f"127.0.0.1:{free_port()}" for _ in range(5))
     url = f"http://{listen}"
     async with AsyncExitStack() as stack:
@@ -110,7 +127,12 @@ async def complete_fleet(
             await process.start()
             stack.push_async_callback(process.end)
         wanted = [WantedEngine(name=made.name, tensor_size=1, url=made.url) for made in pods]
-        intent = Intent(generation=1, name="demo", namespace="default", mode=mode, weights=Weights(backend="gloo"), engines=wanted)
+        security = Security(signatures=Signatures(public_key_secret="keys") if uid is not None else None)
+        intent = Intent(
+            generation=1, name="demo", namespace="default", uid=uid or "", mode=mode, weights=Weights(backend="gloo"), engines=wanted,
+            security=security,
+        )  # fmt: skip
+        (folder / "token").write_text(TOKEN)
         (folder / "intent.json").write_text(intent.model_dump_json())
         options = Options(
             name="demo", namespace="default", listen=Address.parse(own), smg_url=f"http://{smg}", policy=policy,

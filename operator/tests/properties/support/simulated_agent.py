@@ -13,10 +13,13 @@ from sglang_rollout.agent import events as ev
 from sglang_rollout.agent import guards
 from sglang_rollout.agent import state as s
 from sglang_rollout.agent.interruption import Interruption, next_call, should_resume
+from sglang_rollout.agent.signatures import Signatures
 from sglang_rollout.coordinator.update.events import Result
 from sglang_rollout.sglang.api import MEMORY_TAGS, ControlCall, MemoryTag
 from sglang_rollout.wire.agent import UNCHECKED, AckRequest, AgentStatus, SyncRequest
-from sglang_rollout.wire.ports import AGENT_ACK, AGENT_CHECKPOINT, AGENT_FENCE, AGENT_PREFLIGHT, AGENT_RUN, AGENT_SYNC
+from sglang_rollout.wire.ports import AGENT_ACK, AGENT_CHECKPOINT, AGENT_FENCE, AGENT_PREFLIGHT, AGENT_RUN, AGENT_SIGNATURE, AGENT_SYNC
+from sglang_rollout.wire.reasons import RefusalCode
+from sglang_rollout.wire.signed import SignedVersion
 from sglang_rollout.wire.states import EngineState, FleetState, Version
 
 MEMORY = tuple(MEMORY_TAGS)
@@ -75,9 +78,13 @@ class SimulatedAgent:
     """None if the engine's SGLang has no ``/weights_checker``."""
     digest: str = "same"
     stocked: bool = False
+    forbidden: frozenset[str] = frozenset()
+    """Folders out of which symbolic links lead."""
     """True if the shared volume has a snapshot of every committed version."""
     engine: Engine = field(default_factory=Engine)
     core: s.State = field(default_factory=s.State)
+    signatures: Signatures | None = None
+    """None: it accepts unsigned versions."""
 
     def __post_init__(self) -> None:
         self._identify()
@@ -214,7 +221,7 @@ class SimulatedAgent:
     # The agent's HTTP interface
 
     def status(self) -> AgentStatus:
-        return s.status(self.core, name=self.name, gate_open=self.gate_open)
+        return s.status(self.core, name=self.name, gate_open=self.gate_open, signed_only=self.signatures is not None)
 
     def call(self, path: str, body: dict[str, Any], token: object, works: bool) -> Result:
         """Answer one call of a coordinator.
@@ -238,6 +245,8 @@ class SimulatedAgent:
             return self._acknowledge(AckRequest.model_validate(body), token, works)
         if not self.up:
             return Result(ok=False, status=503, message="the engine is not up.")
+        if path == AGENT_SIGNATURE:
+            return self._check_signature(SignedVersion.model_validate(body))
         if path == AGENT_PREFLIGHT:
             return Result(ok=works, status=200, message="" if works else "connection refused.")
         if path == AGENT_CHECKPOINT:
@@ -268,10 +277,17 @@ class SimulatedAgent:
                 self._perform(ControlCall.CONTINUE, {}, token)
         return self._report()
 
+    def _check_signature(self, signed: SignedVersion) -> Result:
+        assert self.signatures is not None, "only agents that verify signatures are asked"
+        found = self.signatures.refusal(signed, self.record, 1)
+        return self._report() if found is None else Result(ok=False, status=found.status, message=found.message)
+
     def _acknowledge(self, request: AckRequest, token: object, works: bool) -> Result:
         refused = Result(ok=False, status=409, message="The engine cannot vouch for this version.")
         if s.ack_refusal(self.core, request.boot_id, request.version, verified=request.verified):
             return refused
+        if self.signatures is not None and (found := self.signatures.ack_refusal(request, self.record, 1)) is not None:
+            return Result(ok=False, status=found.status, message=found.message)
         if self.state is EngineState.CLEAN and self.version == request.version:
             return self._report()
         if not works:
@@ -287,6 +303,8 @@ class SimulatedAgent:
     def _check_folder(self, body: dict[str, Any], works: bool) -> Result:
         if not body["path"]:
             return Result(ok=True, status=200, names=frozenset(NAMES) if self.readable else None, compared=self.readable)
+        if body["path"] in self.forbidden:
+            return Result(ok=False, status=200, message="links lead out of the folder.", code=RefusalCode.FORBIDDEN)
         found = works and (self.stocked or not body.get("snapshot"))
         self.chosen = (body["snapshot"]["run"], body["snapshot"]["step"]) if body.get("snapshot") else None
         message, names = "" if found else "model.safetensors is cut off.", frozenset(self.holds) if body.get("names") else None

@@ -259,6 +259,15 @@ def test_update_in_progress_does_not_degrade() -> None:
     assert condition(said, "Degraded")["status"] == "False"
 
 
+def test_callers_that_the_coordinator_may_not_watch_need_attention() -> None:
+    written = record(row(0, V2), row(1, V2), committed=V2)
+    said = status_of(world([pod(0), pod(1)], written=written.model_copy(update={"callers_forbidden": True})))
+    degraded = condition(said, "Degraded")
+    assert (degraded["status"], degraded["reason"]) == ("True", "NotAllowed")
+    assert "ServiceAccount demo-router" in degraded["message"]
+    assert condition(said, "Ready")["status"] == "True"
+
+
 def test_a_partial_commit_needs_attention_until_all_serve() -> None:
     left = row(1, BASE, gate=False)
     last = partial("engine demo-engine-1 could not end the session: no answer")

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from sglang_rollout.coordinator.http import dialects
 from sglang_rollout.coordinator.update.requests import (
     Answer,
+    Begin,
     CloseGroup,
     Continue,
     End,
@@ -25,6 +26,7 @@ from sglang_rollout.coordinator.update.requests import (
     Update,
 )
 from sglang_rollout.wire.reasons import RefusedError, reason_phrase
+from sglang_rollout.wire.signed import SignedVersion
 
 TENSORS: dict[str, Any] = {"names": ["a", "b"], "dtypes": ["bfloat16", "torch.float32"], "shapes": [[1], [2, 3]]}
 
@@ -53,6 +55,19 @@ def test_an_invalid_body_is_refused_with_the_position(data: bytes, sentence: str
     with pytest.raises(RefusedError) as caught:
         dialects.parse(data)
     assert sentence in str(caught.value)
+
+
+def test_begin_takes_a_signed_version_and_forwards_the_other_fields() -> None:
+    signed = {"uid": "u", "run": 1, "step": 7, "label": "7", "checksums": {"2": ["a", "b"]}, "key": "0" * 16, "signature": "AA=="}
+    assert dialects.begin({"selector": "x"}) == Begin({"selector": "x"})
+    found = dialects.begin({"selector": "x", "signed": signed})
+    assert (found.body, found.signed) == ({"selector": "x"}, SignedVersion.model_validate(signed))
+    for change, sentence in (({"run": 0}, "signed.run: "), ({"key": "other"}, "signed.key: "), ({"checksums": [1]}, "signed.checksums: ")):
+        with pytest.raises(RefusedError) as caught:
+            dialects.begin({"signed": signed | change})
+        assert sentence in str(caught.value)
+    with pytest.raises(RefusedError, match="signed: "):
+        dialects.begin({"signed": "text"})
 
 
 @given(st.binary(max_size=200))

@@ -103,6 +103,15 @@ class NoRendezvous:
         """End nothing."""
 
 
+@pytest.mark.parametrize("signs", [True, False])
+def test_the_fleet_learns_whether_the_trainer_signs(fake: FakeFleet, signs: bool) -> None:
+    fake.replies[ControlCall.INIT_GROUP.path] = (403, {"success": False, "message": "signed updates only", "code": "Forbidden"})
+    with pytest.raises(GroupFailed, match="signed updates only"):
+        open_process_group(Http(fake.url), cast("Any", NoRendezvous()), Deadline(30), signs=signs)
+    sent = next(body for path, body in fake.calls if path == ControlCall.INIT_GROUP.path)
+    assert sent.get("signs_updates", False) is signs
+
+
 def test_a_refusal_has_the_code_of_the_fleet(fake: FakeFleet) -> None:
     fake.replies["/pause_generation"] = (403, {"success": False, "message": "not allowed", "code": "Forbidden"})
     with pytest.raises(FleetRefused) as caught:

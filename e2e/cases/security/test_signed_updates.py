@@ -1,0 +1,111 @@
+"""A fleet with ``security.signatures``: an unsigned push changes nothing, a signed push commits, and its signature is refused later."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import requests
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+
+from e2e import machine_token, stand_in
+from e2e.cases.actions import document, serving
+from e2e.cases.conftest import ready, remove
+from e2e.kube import Kubectl, eventually
+from sglang_rollout.trainer.signing import SigningKey
+from sglang_rollout.wire.ports import FRONT_PORT
+from sglang_rollout.wire.trainer import Signing
+
+NAME, KEYS = "signed", "signing-keys"
+KEY = Ed25519PrivateKey.generate()
+PUSH = """
+import json, sys
+import torch
+from e2e.chaos.trainer import policy
+from sglang_rollout.testing import StandIn
+from sglang_rollout.trainer import FleetError, connect
+from sglang_rollout.wire.signed import SignedVersion
+url, label, signed = sys.argv[1:]
+with StandIn() as stand_in:
+    shapes = {name: (tuple(held.shape), getattr(torch, held.dtype)) for name, held in stand_in.tensors().items()}
+with connect(url, timeout=60) as fleet:
+    if signed:  # by the machine of the test, because this pod has no package cryptography
+        fleet._groups._signs = True
+        fleet._sign = lambda options: SignedVersion.model_validate_json(signed)
+    try:
+        print(json.dumps({"pushed": fleet.push(policy(label, shapes), version=label, timeout=60).version}))
+    except FleetError as error:
+        print(json.dumps({"failed": str(error)}))
+"""
+
+
+@dataclass
+class SignedRollout:
+    """A fleet of two stand-in engines that accepts signed updates only."""
+
+    kubectl: Kubectl
+    url: str
+
+    def sign(self, label: str) -> str:
+        """Return the next version with this label, signed, as JSON."""
+        found = requests.get(f"{self.url}/fleet", params={"label": label}, headers=machine_token.HEADERS, timeout=10).json()
+        pem = KEY.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+        return SigningKey(pem).sign(Signing.model_validate(found["signing"]), label, {}).model_dump_json()
+
+    def push(self, label: str, signed: str = "") -> dict[str, str]:
+        """Push from the client's pod, and return the outcome."""
+        words = (f"http://{NAME}-router:{FRONT_PORT}", label, signed)
+        out = self.kubectl.exec("client", "python", "-", *words, stdin=PUSH, timeout=240)
+        return dict(json.loads(out.strip().splitlines()[-1]))
+
+    def state(self) -> tuple[Any, ...]:
+        """Return what an update changes."""
+        found = document(self.url)
+        return found["committed"], found["serving"], found["phase"], [member["boot_id"] for member in found["members"]]
+
+
+def public_key() -> dict[str, Any]:
+    """Return the Secret with the public key."""
+    pem = KEY.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+    return {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": KEYS}, "data": {"trainer.pem": base64.b64encode(pem).decode()}}
+
+
+@pytest.fixture
+def signed_fleet(kubectl: Kubectl, client: str) -> Iterator[SignedRollout]:
+    rollout = stand_in.rollout(NAME, replicas=2)
+    rollout["spec"]["security"] = machine_token.security(signatures={"publicKeySecret": KEYS})
+    kubectl.apply(stand_in.code())
+    kubectl.apply(public_key())
+    kubectl.apply(rollout)
+    eventually("the rollout is Ready", lambda: ready(kubectl, NAME), within=180, every=1)
+    with kubectl.forward(f"svc/{NAME}-router", FRONT_PORT) as url:
+        serving(url, 2)
+        yield SignedRollout(kubectl, url)
+    remove(kubectl, NAME)
+    kubectl("delete", "secret", KEYS)
+
+
+def test_only_signed_pushes_commit(kubectl: Kubectl, signed_fleet: SignedRollout) -> None:
+    before = signed_fleet.state()
+    assert "accepts signed updates only" in signed_fleet.push("1")["failed"]
+    assert signed_fleet.state() == before
+
+    signed = signed_fleet.sign("2")
+    assert signed_fleet.push("2", signed) == {"pushed": "2"}
+    serving(signed_fleet.url, 2)
+    key = json.loads(signed)["key"]
+
+    def signed_by() -> str | None:
+        weights = kubectl.get("sglr", NAME)["status"]["weights"]
+        return weights["lastUpdate"].get("signedBy") if weights["committedVersion"] == "2" else None
+
+    eventually("the status names the key", lambda: signed_by() == key, within=30)
+
+    before = signed_fleet.state()
+    assert "this update becomes version 2/2" in signed_fleet.push("2", signed)["failed"]
+    assert signed_fleet.state() == before
