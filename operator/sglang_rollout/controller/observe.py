@@ -25,7 +25,7 @@ from sglang_rollout.controller.decide.view import FleetView, build_fleet_view
 from sglang_rollout.controller.render import names
 from sglang_rollout.kube.client import Kube
 from sglang_rollout.kube.errors import NotFound, Refused
-from sglang_rollout.kube.resources import EVENTS, NODES, POD_GROUPS, PODS, ROLLOUTS, Object, Resource
+from sglang_rollout.kube.resources import EVENTS, NODES, POD_GROUPS, PODS, ROLLOUTS, SECRETS, Object, Resource
 
 KUEUE = "kueue.x-k8s.io"
 
@@ -39,10 +39,22 @@ async def observe(kube: Kube, namespace: str, name: str) -> FleetView | None:
         return None
     # The rollout is read first. Children newer than the rollout do no harm, but a rollout newer than its children would be
     # planned with objects that have already been replaced.
-    listings = await asyncio.gather(*(kube.list(resource, namespace, labels=labels) for resource in (*names.CHILD_KINDS, PODS)))
-    pods = listings[-1].items
-    children: list[Object] = [item for listing in listings[:-1] for item in listing.items]
-    return await _add_cluster(kube, build_fleet_view(rollout, children, pods))
+    *listings, pods = await asyncio.gather(*(kube.list(resource, namespace, labels=labels) for resource in (*names.LISTED_KINDS, PODS)))
+    children: list[Object] = [item for listing in listings for item in listing.items]
+    secrets = (names.control_name(name), names.credentials_name(name))
+    found = await asyncio.gather(*(_get_secret(kube, namespace, name, secret) for secret in secrets))
+    children += [secret for secret in found if secret is not None]
+    return await _add_cluster(kube, build_fleet_view(rollout, children, pods.items))
+
+
+async def _get_secret(kube: Kube, namespace: str, rollout: str, name: str) -> Object | None:
+    """Return a Secret if it has the rollout's label, as a list by label would."""
+    try:
+        secret = await kube.get(SECRETS, namespace, name)
+    except NotFound:
+        return None
+    is_ours = (secret["metadata"].get("labels") or {}).get(names.LABEL_ROLLOUT) == rollout
+    return secret if is_ours else None
 
 
 async def _add_cluster(kube: Kube, fleet: FleetView) -> FleetView:

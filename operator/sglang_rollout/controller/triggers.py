@@ -18,7 +18,7 @@ import kopf
 
 from sglang_rollout.api.v1alpha1 import GROUP, KIND, PLURAL, VERSION
 from sglang_rollout.controller.metrics import Key, Metrics
-from sglang_rollout.controller.render.names import CHILD_KINDS, LABEL_ROLLOUT
+from sglang_rollout.controller.render.names import LABEL_ROLLOUT, LISTED_KINDS
 from sglang_rollout.kube.client import Kube
 from sglang_rollout.kube.credentials import Credentials
 from sglang_rollout.kube.errors import KubeError
@@ -145,7 +145,7 @@ def configure_kopf(settings: kopf.OperatorSettings) -> None:
 
 def list_watched_kinds() -> tuple[tuple[str, str, str] | tuple[str, str], ...]:
     """Return the kinds whose changes may require a reconcile, in kopf's notation."""
-    kinds = [(kind.api_version, kind.plural) for kind in CHILD_KINDS] + [("v1", "pods")]
+    kinds = [(kind.api_version, kind.plural) for kind in LISTED_KINDS] + [("v1", "pods")]
     return tuple(_kopf_key(api_version, plural) for api_version, plural in kinds)
 
 

@@ -88,11 +88,17 @@ PUBLIC_KEYS_DIR = "/etc/sglang-rollout/public-keys"
 """Folder in the agent's container with the public keys of trainers."""
 
 
-CHILD_KINDS = (SERVICEACCOUNTS, ROLES, ROLEBINDINGS, SECRETS, CONFIGMAPS, SERVICES, DEPLOYMENTS, DAEMONSETS, STATEFULSETS)
-"""Kinds of children: listed by label, watched, healed, and pruned when they are no longer wanted.
+CHILD_KINDS = (
+    *(SERVICEACCOUNTS, ROLES, ROLEBINDINGS, NETWORK_POLICIES, SECRETS, CONFIGMAPS),
+    *(SERVICES, DEPLOYMENTS, DAEMONSETS, STATEFULSETS),
+)
+"""Kinds of children, which are healed. PodGroups are children, too, but only clusters with coscheduling know the kind."""
 
-PodGroups are children, too, but only clusters with coscheduling know the kind.
-"""
+LISTED_KINDS = tuple(kind for kind in CHILD_KINDS if kind is not SECRETS)
+"""Kinds that the operator lists by label and watches. It reads its Secrets by their names, and has no right to list Secrets."""
+
+PRUNED_KINDS = frozenset(kind.kind for kind in (NETWORK_POLICIES, DAEMONSETS, STATEFULSETS, POD_GROUPS))
+"""Kinds of children that a changed spec no longer wants. The operator has no right to delete children of other kinds."""
 
 
 def engine_name(rollout: str, index: int) -> str:
