@@ -354,6 +354,8 @@ class Reason(StrEnum):
     NETWORK_OPEN = "NetworkOpen"
     """The spec admits every source: `security.network` or `security.control` is `Open`, or `security.trainers.cidrs` contains
     addresses of pods."""
+    NOT_ALLOWED = "NotAllowed"
+    """The spec asks for something that an administrator has not allowed: by a flag of the operator, or by a right."""
     INVALID_CERTIFICATE = "InvalidCertificate"
     """The Secret of `security.tls` does not exist, lacks a key, or its private key does not belong to its certificate."""
     INVALID_SPEC = "InvalidSpec"

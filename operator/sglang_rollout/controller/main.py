@@ -15,13 +15,14 @@ import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeVar
+from functools import partial, wraps
+from typing import Any, TypeVar, cast
 
 import click
 
 from sglang_rollout import __version__
 from sglang_rollout.api.v1alpha1 import API_VERSION, PLURAL
+from sglang_rollout.controller.decide.allowed import NOTHING, Allowed
 from sglang_rollout.controller.events import EventPoster
 from sglang_rollout.controller.metrics import Key, Metrics, build_health_app, build_metrics_app, serve
 from sglang_rollout.controller.reconcile import Reconciler
@@ -63,6 +64,8 @@ class OperatorSettings:
 
     render: Settings
     """Settings of the rendered objects: images and their pull policy."""
+    allowed: Allowed = NOTHING
+    """What rollouts may ask for beyond ordinary pods."""
     namespaces: tuple[str, ...] = ()
     """Namespaces to watch; empty: all."""
     kubeconfig: str | None = None
@@ -94,6 +97,35 @@ def image_options(function: _F) -> _F:
     return function
 
 
+def allow_options(function: _F) -> _F:
+    """Add the options that say what rollouts may ask for, and pass them to ``function`` as ``allowed``."""
+
+    @wraps(function)
+    def with_allowed(*, allow_host_path: tuple[str, ...], allow_service_account: tuple[str, ...], **options: Any) -> Any:
+        flags = {name: options.pop(f"allow_{name}") for name in ("host_network", "host_ipc", "privileged", "prefetch")}
+        return function(allowed=Allowed(allow_host_path, allow_service_account, **flags), **options)
+
+    for option in (
+        _allow_flag("prefetch", "Rollouts may have a DaemonSet: model.prefetch."),
+        _allow_flag("privileged", "Pods may have privileged or unconfined containers, and hostPID."),
+        _allow_flag("host-ipc", "Pods may use the IPC namespace of their node."),
+        _allow_flag("host-network", "Pods may use the network and ports of their node."),
+        _allow_list("service-account", "ServiceAccount, NAMESPACE/NAME or NAME in every namespace, that engine pods may have."),
+        _allow_list("host-path", "Folder of nodes that pods may mount, with everything below it."),
+    ):
+        with_allowed = option(with_allowed)
+    return cast(_F, with_allowed)
+
+
+def _allow_flag(name: str, text: str) -> Callable[[_F], _F]:
+    return click.option(f"--allow-{name}", is_flag=True, envvar=f"{_ENV}_ALLOW_{name.upper().replace('-', '_')}", help=text)
+
+
+def _allow_list(name: str, text: str) -> Callable[[_F], _F]:
+    variable = f"{_ENV}_ALLOW_{name.upper().replace('-', '_')}S"
+    return click.option(f"--allow-{name}", multiple=True, metavar="NAME", envvar=variable, help=f"{text} Repeat for more.  [default: none]")
+
+
 @click.command()
 @click.option(
     "--namespace",
@@ -104,6 +136,7 @@ def image_options(function: _F) -> _F:
     help="Namespace to watch; repeat for more.  [default: all namespaces]",
 )
 @image_options
+@allow_options
 @_setting("metrics-port", OPERATOR_METRICS_PORT, "Port of /metrics; 0: none.", _PORT)
 @_setting("health-port", OPERATOR_HEALTH_PORT, "Port of /healthz; 0: none.", _PORT)
 @click.option(
@@ -116,6 +149,7 @@ def image_options(function: _F) -> _F:
 def command(
     *,
     namespaces: tuple[str, ...],
+    allowed: Allowed,
     coordinator_image: str,
     router_image: str,
     image_pull_policy: str,
@@ -134,6 +168,7 @@ def command(
     _configure_logging(log_format, verbose=verbose)
     settings = OperatorSettings(
         render=Settings(coordinator_image=coordinator_image, router_image=router_image, image_pull_policy=image_pull_policy),
+        allowed=allowed,
         namespaces=namespaces,
         kubeconfig=kubeconfig,
         metrics_port=metrics_port,
@@ -215,7 +250,7 @@ async def run(settings: OperatorSettings) -> None:
         )
         queue: WorkQueue[Key] = WorkQueue()
         events = EventPoster(kube, component=FIELD_MANAGER, instance=_reporting_instance(), now=utc_now)
-        reconciler = Reconciler(kube, settings.render, events=events, metrics=metrics, now=utc_now)
+        reconciler = Reconciler(kube, settings.render, settings.allowed, events=events, metrics=metrics, now=utc_now)
         workers = Workers(queue, reconciler.reconcile, metrics=metrics)
         metrics.follow_queue(queue)
         stack.callback(queue.close)

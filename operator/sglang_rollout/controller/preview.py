@@ -13,9 +13,10 @@ import yaml
 
 from sglang_rollout.api.crdgen import to_yaml
 from sglang_rollout.api.v1alpha1 import KIND
+from sglang_rollout.controller.decide.allowed import Allowed
 from sglang_rollout.controller.decide.plan import Apply, Plan, make_plan
 from sglang_rollout.controller.decide.view import FleetView, build_fleet_view
-from sglang_rollout.controller.main import image_options, utc_now
+from sglang_rollout.controller.main import allow_options, image_options, utc_now
 from sglang_rollout.controller.render import names, render_all
 from sglang_rollout.controller.render.common import Settings
 from sglang_rollout.kube.resources import POD_GROUPS, Object
@@ -83,7 +84,10 @@ def describe_plan(plan: Plan) -> list[str]:
 @click.option("-f", "--file", "rollout_file", type=click.File(), required=True, help="YAML of the SGLangRollout; - reads standard input.")
 @click.option("--live", "live_file", type=click.File(), help="YAML of the live objects, from kubectl get.  [default: an empty namespace]")
 @image_options
-def plan_command(rollout_file: TextIO, live_file: TextIO | None, coordinator_image: str, router_image: str, image_pull_policy: str) -> None:
+@allow_options
+def plan_command(
+    rollout_file: TextIO, live_file: TextIO | None, coordinator_image: str, router_image: str, image_pull_policy: str, *, allowed: Allowed
+) -> None:
     """Print the steps that the operator would take in its next pass.
 
     Without --live, the steps create a new fleet. Take the live objects from the cluster:
@@ -91,15 +95,18 @@ def plan_command(rollout_file: TextIO, live_file: TextIO | None, coordinator_ima
     \b
     kubectl get sglr,sa,role,rolebinding,netpol,secret,cm,svc,deploy,ds,sts,pod -o yaml > live.yaml
 
-    Give the images of your operator, because other images are a difference. Queues, nodes, quotas and changes of children by other
-    clients are not known here.
+    Give the images and the --allow options of your operator, because the steps depend on them. Queues, nodes, quotas and changes of
+    children by other clients are not known here.
     """  # noqa: D301 - click reads the character \b, which a raw string would not contain
     rollout = find_rollout(load_objects(rollout_file), rollout_file.name)
     fleet = build_preview(rollout, load_objects(live_file) if live_file else [])
     if fleet.rollout is None:
         raise click.ClickException(fleet.invalid)
     settings = Settings(coordinator_image=coordinator_image, router_image=router_image, image_pull_policy=image_pull_policy)
-    for line in describe_plan(make_plan(fleet, settings, utc_now())) or [_NO_STEPS]:
+    plan = make_plan(fleet, settings, utc_now(), allowed, new_key="unknown")
+    if plan.refusal:
+        raise click.ClickException(plan.refusal.message)
+    for line in describe_plan(plan) or [_NO_STEPS]:
         click.echo(line)
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from sglang_rollout.api.status import ConditionType, Reason, find
 from sglang_rollout.controller.apply import Outcome, execute_plan
+from sglang_rollout.controller.decide.allowed import NOTHING, Allowed
 from sglang_rollout.controller.decide.drift import Ownership
 from sglang_rollout.controller.decide.node_avoidance import seconds_until_expiry
 from sglang_rollout.controller.decide.plan import Failure, Plan, make_plan
@@ -49,8 +50,18 @@ class Reconciler:
     changes nothing if no child differs.
     """
 
-    def __init__(self, kube: Kube, settings: Settings, *, events: EventPoster, metrics: Metrics, now: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        kube: Kube,
+        settings: Settings,
+        allowed: Allowed = NOTHING,
+        *,
+        events: EventPoster,
+        metrics: Metrics,
+        now: Callable[[], str],
+    ) -> None:
         self._kube = kube
+        self._allowed = allowed
         self._settings = settings
         self._events = events
         self._metrics = metrics
@@ -72,7 +83,8 @@ class Reconciler:
         ownership = {uid: owned for uid, owned in self._ownership.get(key, {}).items() if uid in uids}
         self._ownership[key] = ownership
         plan, defect = self._plan(replace(fleet, ownership=ownership))
-        outcome = Outcome(0, defect) if defect else await execute_plan(self._kube, namespace, plan, ownership)
+        unplanned = defect or plan.refusal
+        outcome = Outcome(0, unplanned) if unplanned else await execute_plan(self._kube, namespace, plan, ownership)
         if outcome.writes:
             # The status must describe the objects as they are now. With the earlier view it could report a fleet of the
             # previous generation as ready under the new observedGeneration.
@@ -84,7 +96,7 @@ class Reconciler:
         if outcome.failure:
             log.warning("%s/%s: %s", namespace, name, outcome.failure.message)
         delays = [delay for delay in (plan.requeue_after, seconds_until_expiry(status, self._now())) if delay is not None]
-        return Result("refused" if outcome.failure else "ok", min(delays, default=None), retry=bool(outcome.failure))
+        return Result("refused" if outcome.failure else "ok", min(delays, default=None), retry=bool(outcome.failure and not plan.refusal))
 
     def _forget(self, key: Key) -> Result:
         """Drop the state of a rollout that no longer exists."""

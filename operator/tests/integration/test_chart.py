@@ -114,6 +114,29 @@ def test_operator_can_run_on_tainted_nodes_with_a_private_registry(api: ControlP
     assert objects["ServiceAccount"]["metadata"]["annotations"] == {"role": "operator"}
 
 
+def test_flags_of_the_operator_follow_the_values(api: ControlPlane) -> None:
+    allow = {
+        "hostPaths": ["/a", "/b"],
+        "serviceAccounts": ["ml/x"],
+        "hostNetwork": True,
+        "hostIPC": True,
+        "privileged": True,
+        "prefetch": True,
+    }
+
+    def flags(*words: str) -> list[str]:
+        deployment = next(made for made in rendered(api, *words) if made["kind"] == "Deployment")
+        args = deployment["spec"]["template"]["spec"]["containers"][0]["args"]
+        return [word for word in args if word.startswith("--allow-")]
+
+    assert flags() == []
+    wanted = ["--allow-host-path=/a", "--allow-host-path=/b", "--allow-service-account=ml/x"]
+    assert flags("--set-json", f"allow={json.dumps(allow)}") == [
+        *wanted,
+        *("--allow-host-ipc", "--allow-host-network", "--allow-prefetch", "--allow-privileged"),
+    ]
+
+
 def test_a_wrong_value_is_refused(api: ControlPlane) -> None:
     done = helm(api, "template", "x", str(CHART), "--kube-version=1.34.3", "--set", "rbac.scop=Cluster", check=False)
     assert done.returncode != 0

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sglang_rollout.api.status import Reason
+from sglang_rollout.controller.decide.allowed import NOTHING, Allowed, find_refusal
 from sglang_rollout.controller.decide.drift import find_difference, stamp
 from sglang_rollout.controller.decide.elastic import count_base_group_members, is_held_for_base, is_partly_placed
 from sglang_rollout.controller.decide.pods import count_designed_pods
@@ -73,9 +74,11 @@ class Plan:
     actions: tuple[Action, ...] = ()
     requeue_after: float | None = None
     """Seconds; None: wait for an event."""
+    refusal: Failure | None = None
+    """Why there are no actions although something differs; None if the plan is complete."""
 
 
-def make_plan(fleet: FleetView, settings: Settings, now: str = "") -> Plan:
+def make_plan(fleet: FleetView, settings: Settings, now: str = "", allowed: Allowed = NOTHING, *, new_key: str | None = None) -> Plan:
     """Return the actions that bring the rollout nearer to its spec; none if nothing differs.
 
     Args:

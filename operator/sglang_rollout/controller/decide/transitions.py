@@ -24,6 +24,8 @@ _UNCHANGED_BY_STEPS = (ConditionType.PROGRESSING, ConditionType.ROUTER_READY, Co
 """Conditions that a training step without incidents does not change."""
 _REPORTED_REASONS = frozenset(
     {
+        Reason.NOT_ALLOWED,
+        Reason.INVALID_CERTIFICATE,
         Reason.APPLY_FAILED,
         Reason.NAME_TAKEN,
         Reason.INVALID_SPEC,
@@ -64,8 +66,8 @@ def find_events(old: Status | None, new: Status) -> list[EventToPost]:
 
 def _first_event(new: Status) -> EventToPost:
     ready = find(new, ConditionType.READY)
-    if ready.get("reason") == Reason.INVALID_SPEC:
-        return EventToPost("Warning", "InvalidSpec", str(ready.get("message")), "InvalidSpec")
+    if (reason := ready.get("reason")) in {Reason.INVALID_SPEC, Reason.NOT_ALLOWED}:
+        return EventToPost("Warning", str(reason), str(ready.get("message")), str(reason))
     return EventToPost("Normal", "Accepted", f"The fleet is being created; its URL is {new.get('endpoints', {}).get('url')}.", "Accepted")
 
 

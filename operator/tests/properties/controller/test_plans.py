@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sglang_rollout.controller.decide.plan import Apply, Delete
+from sglang_rollout.controller.render.fleet_objects import with_token
+from sglang_rollout.credentials import Credentials
 from tests.properties.support.simulated_cluster import SETTINGS, Cluster, Object, rollout
 
 images = st.sampled_from(["example.org/engine:1", "example.org/engine:2", "example.org/broken:3"])
@@ -258,19 +261,35 @@ def test_orphans_are_adopted() -> None:
     assert {pod["metadata"]["uid"] for pod in cluster.pods.values()} == uids
 
 
-def test_token_is_created_once_and_kept() -> None:
+def test_key_is_created_once_and_kept() -> None:
     cluster = Cluster(rollout())
-    (secret,) = [a for a in cluster.plan().actions if isinstance(a, Apply) and a.object["kind"] == "Secret"]
-    assert secret.needs_token
+    made = [a for a in cluster.plan().actions if isinstance(a, Apply) and a.object["kind"] == "Secret"]
+    assert [(a.object["metadata"]["name"], a.is_new_key) for a in made] == [("demo-control", True), ("demo-credentials", False)]
     cluster.converge()
     live = cluster.take_fields("Secret", "demo-control")
     live["metadata"]["labels"].pop("app.kubernetes.io/name")
     (healed,) = [a for a in cluster.plan().actions if isinstance(a, Apply)]
-    assert not healed.needs_token
+    assert not healed.is_new_key
     assert healed.object["data"] == live["data"]
     live["data"] = {}
     (emptied,) = [a for a in cluster.plan().actions if isinstance(a, Apply)]
-    assert emptied.needs_token
+    assert emptied.is_new_key
+    assert emptied.object["data"]
+
+
+def test_the_credentials_follow_the_key_and_the_engines() -> None:
+    cluster = Cluster(rollout())
+    cluster.converge()
+    uids = {pod["metadata"]["uid"] for pod in cluster.pods.values()}
+    key = Credentials("new", "old")
+    cluster.objects["Secret", "demo-control"] = with_token(cluster.objects["Secret", "demo-control"], "\n".join(key.lines()))
+    cluster.edit_spec({**cluster.cr["spec"], "replicas": 3})
+    cluster.converge()
+    assert uids <= {pod["metadata"]["uid"] for pod in cluster.pods.values()}, "no engine restarts"
+    found = cluster.objects["Secret", "demo-credentials"]["data"]
+    assert {name: base64.b64decode(text).decode().split() for name, text in found.items()} == {
+        name: list(key.derive(name).lines()) for name in ("demo-engine-0", "demo-engine-1", "demo-engine-2")
+    }
 
 
 def test_deleted_or_invalid_rollout_has_an_empty_plan() -> None:

@@ -63,6 +63,7 @@ class OperatorProcess:
     log: Path
     metrics_port: int = field(default_factory=free_port)
     health_port: int = field(default_factory=free_port)
+    flags: tuple[str, ...] = ("--allow-host-network",)
     process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
