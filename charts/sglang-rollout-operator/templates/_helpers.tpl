@@ -6,6 +6,11 @@
 {{- .Values.serviceAccount.name | default (include "operator.name" .) -}}
 {{- end -}}
 
+{{- /* Name of cluster-wide objects that releases in several namespaces may have. */ -}}
+{{- define "operator.policy" -}}
+{{- printf "%s-%s" .Release.Namespace (include "operator.name" .) -}}
+{{- end -}}
+
 {{- define "operator.selector" -}}
 app.kubernetes.io/name: sglang-rollout-operator
 app.kubernetes.io/instance: {{ .Release.Name }}

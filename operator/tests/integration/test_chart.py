@@ -114,6 +114,14 @@ def test_operator_can_run_on_tainted_nodes_with_a_private_registry(api: ControlP
     assert objects["ServiceAccount"]["metadata"]["annotations"] == {"role": "operator"}
 
 
+def test_admission_policy_can_be_left_out(api: ControlPlane) -> None:
+    kinds = {made["kind"] for made in rendered(api)}
+    assert {"ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding"} <= kinds
+    left = {made["kind"] for made in rendered(api, "--set", "admissionPolicy.create=false")}
+    assert kinds - left == {"ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding"}
+    assert {made["kind"] for made in rendered(api, "--kube-version=1.29.0")} == left, "Kubernetes 1.29 lacks the kind"
+
+
 def test_flags_of_the_operator_follow_the_values(api: ControlPlane) -> None:
     allow = {
         "hostPaths": ["/a", "/b"],

@@ -11,6 +11,7 @@ from e2e.cluster.controlplane import ControlPlane
 from e2e.cluster.fixtures import kubernetes_api  # noqa: F401 - a fixture
 
 from sglang_rollout.kube.client import Kube
+from tests.integration.controller.support.chart import InstallChart, Release
 from tests.integration.controller.support.operator_process import OperatorProcess, World, eventually
 from tests.support.paths import REPOSITORY
 
@@ -60,6 +61,24 @@ def start_operator(api: ControlPlane, namespace: str, tmp_path: Path) -> Iterato
     for operator in started:
         if operator.process is not None and operator.process.poll() is None:
             operator.stop(9)
+
+
+@pytest.fixture
+def install_chart(api: ControlPlane, namespace: str, tmp_path: Path) -> Iterator[InstallChart]:
+    """Return a function that applies the chart with values of the form ``path=JSON``. Its objects are deleted with the test."""
+    installed: list[Release] = []
+
+    def install(*values: str) -> Release:
+        installed.append(Release(api, namespace, tmp_path, *values))
+        return installed[-1]
+
+    yield install
+    for release in installed:
+        if release.operator.process is not None and release.operator.process.poll() is None:
+            release.operator.stop(9)
+        if release.operator.process is not None:
+            print(release.operator.said())
+        release.delete()
 
 
 @pytest.fixture

@@ -3,62 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 from e2e.cluster.controlplane import ControlPlane
 
 from sglang_rollout.controller.render import names
-from sglang_rollout.controller.rights import CLUSTER_RULES, OPERATOR_RULES
 from sglang_rollout.kube.client import Kube
 from sglang_rollout.kube.errors import KubeError, Refused
 from sglang_rollout.kube.resources import CONFIGMAPS, ENDPOINTSLICES, PODS, ROLLOUTS, SECRETS, STATEFULSETS, Object, resource_of
 from sglang_rollout.kube.watch import follow
+from tests.integration.controller.support.chart import InstallChart, kubeconfig_of
 from tests.integration.controller.support.operator_process import OperatorProcess, Relay, World, eventually, kubeconfig_through, rollout
 
 pytestmark = [pytest.mark.controlplane]
 
 
-def kubeconfig_of(api: ControlPlane, namespace: str, account: str, path: Path) -> Path:
-    """Return a kubeconfig with the token of a service account."""
-    token = api.kubectl("create", "token", account, "-n", namespace).stdout.strip()
-    config = yaml.safe_load(api.kubeconfig.read_text())
-    config["users"][0]["user"] = {"token": token}
-    path.write_text(yaml.safe_dump(config))
-    return path
-
-
-@pytest.fixture
-def limited(api: ControlPlane, namespace: str, tmp_path: Path) -> Iterator[Path]:
-    """Return credentials with exactly the rights that the chart grants."""
-    name = f"operator-{namespace}"
-    rbac = "rbac.authorization.k8s.io"
-    role = {"apiVersion": f"{rbac}/v1", "kind": "ClusterRole", "metadata": {"name": name}, "rules": [*OPERATOR_RULES, *CLUSTER_RULES]}
-    binding = {
-        "apiVersion": f"{rbac}/v1",
-        "kind": "ClusterRoleBinding",
-        "metadata": {"name": name},
-        "roleRef": {"apiGroup": rbac, "kind": "ClusterRole", "name": name},
-        "subjects": [{"kind": "ServiceAccount", "name": "operator", "namespace": namespace}],
-    }
-    api.kubectl("create", "serviceaccount", "operator", "-n", namespace)
-    for obj in (role, binding):
-        api.kubectl("apply", "-f", "-", stdin=json.dumps(obj))
-    yield kubeconfig_of(api, namespace, "operator", tmp_path / "limited")
-    api.kubectl("delete", "clusterrole,clusterrolebinding", name)
-
-
-async def test_operator_works_with_the_rights_of_the_chart(limited: Path, world: World, tmp_path: Path) -> None:
-    operator = OperatorProcess(limited, [], tmp_path / "operator.log")
+async def test_operator_works_with_the_rights_of_the_chart(install_chart: InstallChart, world: World) -> None:
+    operator = install_chart().operator
     operator.start()
     try:
         await world.kube.create(rollout("demo", world.namespace))
         await world.serve("demo", 2)
         for name, child in (await world.children("demo")).items():
-            if name[0] in ("Role", "RoleBinding", "Secret", "StatefulSet"):
+            if name[0] in ("Role", "RoleBinding", "StatefulSet"):
                 await world.kube.merge_patch(
                     resource_of(child), world.namespace, name[1], {"metadata": {"labels": {names.LABEL_ROLLOUT: None}}}
                 )
