@@ -46,8 +46,8 @@ class Result:
 class Reconciler:
     """Brings rollouts to their specs.
 
-    Between calls the reconciler keeps only which fields its last applies own. After a restart it applies each child once, which
-    changes nothing if no child differs.
+    Between calls the reconciler keeps only which fields its last applies own, and the failures that it has logged. After a restart it
+    applies each child once, which changes nothing if no child differs.
     """
 
     def __init__(
@@ -67,6 +67,7 @@ class Reconciler:
         self._metrics = metrics
         self._now = now
         self._ownership: dict[Key, Ownership] = {}
+        self._logged: dict[Key, Failure | None] = {}
 
     async def reconcile(self, key: Key) -> Result:
         """Bring the rollout ``key`` one step nearer to its spec.
@@ -93,16 +94,22 @@ class Reconciler:
                 return self._forget(key)
         status = await self._update_status(fleet, outcome)
         self._metrics.set_ready(key, ready_status(status))
-        if outcome.failure:
-            log.warning("%s/%s: %s", namespace, name, outcome.failure.message)
+        self._log_failure(key, outcome.failure)
         delays = [delay for delay in (plan.requeue_after, seconds_until_expiry(status, self._now())) if delay is not None]
         return Result("refused" if outcome.failure else "ok", min(delays, default=None), retry=bool(outcome.failure and not plan.refusal))
 
     def _forget(self, key: Key) -> Result:
         """Drop the state of a rollout that no longer exists."""
         self._ownership.pop(key, None)
+        self._logged.pop(key, None)
         self._metrics.set_ready(key, None)
         return Result("gone")
+
+    def _log_failure(self, key: Key, failure: Failure | None) -> None:
+        """Log a failure once, not at each retry."""
+        if failure is not None and failure != self._logged.get(key):
+            log.warning("%s/%s: %s", *key, failure.message)
+        self._logged[key] = failure
 
     def _plan(self, fleet: FleetView) -> tuple[Plan, Failure | None]:
         """Return the plan, or the defect that prevents a plan, so that the status reports the defect as well as the log."""

@@ -49,7 +49,7 @@ class Stage:
         self.done.append("observe")
         return self.worlds.pop(0)
 
-    def make_plan(self, *_: Any) -> Plan:
+    def make_plan(self, *_: Any, **__: Any) -> Plan:
         self.done.append("plan")
         return self.plan
 
@@ -71,10 +71,12 @@ class Stage:
     async def post(self, _rollout: Any, event: EventToPost) -> None:
         self.done.append(f"event {event.reason}")
 
-    async def run(self) -> Result:
+    def reconciler(self) -> Reconciler:
         settings = Settings(coordinator_image="f", router_image="r")
-        reconciler = Reconciler(self, settings, events=self, metrics=self.metrics, now=lambda: "now")  # type: ignore[arg-type]
-        return await reconciler.reconcile(KEY)
+        return Reconciler(self, settings, events=self, metrics=self.metrics, now=lambda: "now")  # type: ignore[arg-type]
+
+    async def run(self) -> Result:
+        return await self.reconciler().reconcile(KEY)
 
 
 @pytest.fixture
@@ -130,10 +132,20 @@ async def test_refusal_reaches_the_status_and_is_retried(stage: Stage) -> None:
     assert stage.applied[0][0]["status"]["failure"] == stage.outcome.failure
 
 
+async def test_a_failure_is_logged_once_until_it_changes(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+    reconciler = stage.reconciler()
+    for message in ("no such field", "no such field", "quota", "", "quota"):
+        stage.worlds = [world(1), world(1)]
+        stage.outcome = Outcome(0, Failure(Reason.APPLY_FAILED, message) if message else None)
+        await reconciler.reconcile(KEY)
+    logged = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert logged == [f"{KEY[0]}/{KEY[1]}: {message}" for message in ("no such field", "quota", "quota")]
+
+
 async def test_failed_planning_reaches_the_status_and_is_retried(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(*_: Any) -> Plan:
+    def fail(*_: Any, **__: Any) -> Plan:
         raise TypeError("'int' object is not iterable")
 
     monkeypatch.setattr(module, "make_plan", fail)
