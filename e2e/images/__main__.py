@@ -1,20 +1,24 @@
-"""Build the images, or list the built ones.
+"""Build the images, list the built ones, or print their bills of materials.
 
     python3 -m e2e.images build [NAME…]     build missing images; prints one line per image: REFERENCE ARCHIVE KEY
     python3 -m e2e.images list              print the same lines for the images that are built
+    python3 -m e2e.images sbom NAME…        print the bill of materials (CycloneDX) of built images
 
 BASE names another base image, TORCH_INDEX another index for torch, BUILDER one of docker and buildah.
+APT_SNAPSHOT names a state of Debian's archive (snapshot.debian.org), for example 20261120T000000Z.
 With CLUSTER=current, instructions for loading the images into a cluster are printed, too.
 """
 
 import argparse
 import fcntl
+import json
 import os
 import shutil
 import sys
 from collections.abc import Sequence
 
 from e2e.cluster.say import LabError, say, step
+from e2e.images.bom import read_bom
 from e2e.images.builder import Builder, choose
 from e2e.images.catalog import CATALOG, Version, folder, versions
 
@@ -63,7 +67,7 @@ def _explain_current(built: Sequence[Version]) -> None:
 def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("build", "list"))
+    parser.add_argument("command", choices=("build", "list", "sbom"))
     parser.add_argument("names", nargs="*", metavar="NAME")
     args = parser.parse_args()
     unknown = set(args.names) - {image.name for image in CATALOG}
@@ -74,10 +78,11 @@ def main() -> None:
             found = build(args.names)
         else:
             found = [version for version in versions(choose().base, args.names) if version.archive.exists()]
+        lines = [json.dumps(read_bom(version.archive)) if args.command == "sbom" else str(version) for version in found]
     except LabError as error:
         say(f"error: {error}")
         sys.exit(1)
-    print("\n".join(map(str, found)))
+    print("\n".join(lines))
     if os.environ.get("CLUSTER") == "current":
         _explain_current(found)
 

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from e2e.cluster.paths import REPOSITORY, cache_root, content_key
 from e2e.cluster.say import LabError, step
-from e2e.images.catalog import PREFIX, Image, folder
+from e2e.images.catalog import BUILD_ARGUMENTS, PREFIX, Image, folder
 
 _REGISTRY_BASES = {"trixie": "python:3.13-slim-trixie", "bookworm": "python:3.11-slim-bookworm"}
 _MIRROR = "http://deb.debian.org/debian"
@@ -44,10 +44,8 @@ def run(command: Sequence[str], log: Path) -> None:
 
 
 def _arguments(base: str) -> list[str]:
-    words = ["--build-arg", f"BASE={base}"]
-    if os.environ.get("TORCH_INDEX"):
-        words += ["--build-arg", f"TORCH_INDEX={os.environ['TORCH_INDEX']}"]
-    return words
+    named = {name: os.environ[name] for name in BUILD_ARGUMENTS if os.environ.get(name)}
+    return [word for name, value in {"BASE": base, **named}.items() for word in ("--build-arg", f"{name}={value}")]
 
 
 @dataclass(frozen=True)

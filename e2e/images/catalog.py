@@ -7,12 +7,14 @@ from pathlib import Path
 
 from e2e.cluster.paths import IMAGES, REPOSITORY, cache_root, content_key, files_below
 
+BUILD_ARGUMENTS = ("TORCH_INDEX", "APT_SNAPSHOT")
+"""Environment variables that become arguments of a build."""
 PREFIX = "localhost/sglang-rollout"
 TAG = "dev"
 _PACKAGE = REPOSITORY / "operator" / "sglang_rollout"
 _LOCKS = REPOSITORY / "requirements"
 _SHARED = (REPOSITORY / ".dockerignore", _LOCKS / "uv.lock")
-_OURS = (IMAGES / "sglang-rollout", REPOSITORY / "LICENSE", _PACKAGE)
+_OURS = (IMAGES / "sglang-rollout", IMAGES / "install-packages", IMAGES / "sbom.py", REPOSITORY / "LICENSE", _PACKAGE)
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,8 @@ class Image:
         Markdown files do not count, because ``.dockerignore`` excludes them.
         """
         files = [path for path in files_below(IMAGES / self.name, *_SHARED, *self.files) if path.suffix != ".md"]
-        return content_key(files, base, os.environ.get("TORCH_INDEX", ""), os.uname().machine)
+        arguments = ",".join(os.environ[name] for name in BUILD_ARGUMENTS if os.environ.get(name))
+        return content_key(files, base, arguments, os.uname().machine)
 
 
 CATALOG = (

@@ -28,7 +28,15 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- $root := index . 0 -}}
 {{- $name := index . 1 -}}
 {{- $images := $root.Values.images -}}
-{{- index $images $name | default (printf "%s/%s:%s" $images.registry $name ($images.tag | default $root.Chart.AppVersion)) -}}
+{{- $digest := index $images.digests $name -}}
+{{- if and $digest (not (regexMatch "^sha256:[0-9a-f]{64}$" $digest)) -}}
+{{- fail (printf "images.digests.%s is no digest: it must be sha256: and 64 hexadecimal digits" $name) -}}
+{{- end -}}
+{{- $version := printf ":%s" ($images.tag | default $root.Chart.AppVersion) -}}
+{{- if $digest -}}
+{{- $version = printf "@%s" $digest -}}
+{{- end -}}
+{{- index $images $name | default (printf "%s/%s%s" $images.registry $name $version) -}}
 {{- end -}}
 
 {{- /* The watched namespaces as JSON; an empty list means all. */ -}}

@@ -114,6 +114,18 @@ def test_operator_can_run_on_tainted_nodes_with_a_private_registry(api: ControlP
     assert objects["ServiceAccount"]["metadata"]["annotations"] == {"role": "operator"}
 
 
+def test_images_can_be_named_by_digest(api: ControlPlane) -> None:
+    digests = {name: f"sha256:{letter * 64}" for name, letter in (("operator", "a"), ("coordinator", "b"), ("router", "c"))}
+    values = ("--set", "images.registry=r.example.org/x", "--set-json", f"images.digests={json.dumps(digests)}")
+    deployment = next(made for made in rendered(api, *values) if made["kind"] == "Deployment")
+    container = deployment["spec"]["template"]["spec"]["containers"][0]
+    assert container["image"] == f"r.example.org/x/operator@{digests['operator']}"
+    for name in ("coordinator", "router"):
+        assert f"--{name}-image=r.example.org/x/{name}@{digests[name]}" in container["args"]
+    done = helm(api, "template", "x", str(CHART), "--kube-version=1.34.3", "--set", "images.digests.router=latest", check=False)
+    assert "images.digests.router is no digest" in done.stderr
+
+
 def test_admission_policy_can_be_left_out(api: ControlPlane) -> None:
     kinds = {made["kind"] for made in rendered(api)}
     assert {"ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding"} <= kinds
