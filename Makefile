@@ -70,7 +70,7 @@ test-all: ## make test, then test-long, test-newest, test-neighbours and the fau
 	@e2e/test.sh
 	@$(MAKE) --no-print-directory test-long test-newest test-neighbours chaos chaos-real chaos-cluster
 
-test-long: venv engine-venv ## Tests that repeat with a real SGLang what shorter tests prove (3 minutes)
+test-long: venv engine-venv ## Tests that need minutes on a busy machine, most with a real SGLang (3 minutes)
 	@$(BIN)/pytest -q operator/tests -m long
 
 test-newest: export KUBERNETES_VERSION := 1.37

@@ -100,7 +100,7 @@ def main() -> None:
         f"Inspect it:   export KUBECONFIG={os.environ.get('KUBECONFIG', '')} PATH={os.environ.get('PATH', '').split(':')[0]}:$PATH\n"
         "              kubectl describe sglr demo\n"
         "              kubectl get pods,svc\n"
-        "              kubectl port-forward svc/demo-router 30000 & curl -s localhost:30000/fleet\n"
+        "              kubectl port-forward svc/demo-router 30000 & curl -s localhost:30000/server_info\n"
         "Remove it:    make clean"
     )
 

@@ -110,10 +110,21 @@ def eventually(what: str, probe: Callable[[], T], *, within: float = 180, every:
         time.sleep(every)
 
 
-def install_operator() -> None:
-    """Install or upgrade the operator from the chart with local images, and wait for its CRD. Raises Refused, quoting helm."""
+CASES_VALUES = ROOT / "e2e/cases/values.yaml"
+"""Chart values that allow what the fleets of the cases ask for."""
+
+
+def install_operator(*values: pathlib.Path) -> None:
+    """Install or upgrade the operator from the chart with local images, and wait for its CRD.
+
+    Args:
+        *values: Files of chart values, beside those that name the local images.
+
+    Raises:
+        Refused: helm failed; the message quotes it.
+    """
     command = ["helm", "upgrade", "--install", "sglang-rollout-operator", str(ROOT / "charts/sglang-rollout-operator"), "-n", SYSTEM]
-    command += ["--create-namespace", "-f", str(ROOT / "e2e/values.yaml"), "--wait", "--timeout", "3m"]
+    command += ["--create-namespace", *(f"--values={file}" for file in (ROOT / "e2e/values.yaml", *values)), "--wait", "--timeout", "3m"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     if done.returncode:
         raise Refused(f"helm could not install the operator: {done.stderr.strip()}")

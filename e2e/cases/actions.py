@@ -12,6 +12,7 @@ from typing import Any
 import requests
 
 from e2e.kube import Kubectl, eventually
+from e2e.machine_token import HEADERS
 
 QUESTION: dict[str, Any] = {
     "input_ids": [11, 22, 33],
@@ -53,7 +54,7 @@ def generate(url: str, tokens: int = 8, **more: Any) -> requests.Response:
 
 def document(url: str) -> dict[str, Any]:
     """Return ``GET /fleet``."""
-    reply = requests.get(f"{url}/fleet", timeout=10)
+    reply = requests.get(f"{url}/fleet", headers=HEADERS, timeout=10)
     reply.raise_for_status()
     return dict(reply.json())
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from e2e import stand_in
+from e2e import machine_token, stand_in
 from e2e.cases.actions import document, push, serving
 from e2e.cases.stand_in_rollout import StandInRollout, let_all_serve
 from e2e.chaos.tokens import FEW
 from e2e.chaos.watch import Watch
-from e2e.kube import ROOT, SYSTEM, Kubectl, Refused, condition, describe_pods, eventually, install_operator
+from e2e.kube import CASES_VALUES, ROOT, SYSTEM, Kubectl, Refused, condition, describe_pods, eventually, install_operator
 
 NAMESPACE = "e2e"
 NAME = "demo"
@@ -36,22 +36,35 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Add the state of the pods to a failure, because the pods are gone when the report is read."""
+    """Add the state of the pods and the log of the operator to a failure, because both are gone when the report is read."""
     report = yield
     if report.failed and "kubectl" in getattr(item, "fixturenames", ()):
-        try:
-            report.sections.append((f"pods of {NAMESPACE}", describe_pods(Kubectl(NAMESPACE))))
-        except Refused as error:
-            report.sections.append((f"pods of {NAMESPACE}", str(error)))
+        report.sections.append((f"pods of {NAMESPACE}", _or_refusal(lambda: describe_pods(Kubectl(NAMESPACE)))))
+        report.sections.append(("log of the operator", _or_refusal(read_operator_log)))
     return report
 
 
+def _or_refusal(read: Callable[[], str]) -> str:
+    """Return what ``read`` returns, or why the API server refused it: a report must not fail."""
+    try:
+        return read()
+    except Refused as error:
+        return str(error)
+
+
+def read_operator_log() -> str:
+    """Return the last 60 lines of the operator's log, with its restarts."""
+    system = Kubectl(SYSTEM)
+    return system("get", "pods") + system("logs", "deployment/sglang-rollout-operator", "--tail=60", "--timestamps")
+
+
 def sample(name: str = NAME, **engine: Any) -> dict[str, Any]:
-    """Return the example that users apply, with another name and other engine fields."""
+    """Return the example that users apply, with another name, other engine fields, and the token of this machine."""
     document: dict[str, Any] = yaml.safe_load((ROOT / "examples/rollout-cpu.yaml").read_text())
     document["metadata"] |= {"name": name, "namespace": NAMESPACE}
     document["spec"]["engine"] |= engine
     document["spec"]["weights"] |= {"deadlines": {"groupSeconds": 20}}
+    document["spec"]["security"] = machine_token.security()
     return document
 
 
@@ -75,12 +88,13 @@ def kubectl() -> Kubectl:
 def operator(kubectl: Kubectl) -> Kubectl:
     """Install the operator from the chart, and return kubectl for its namespace."""
     system = Kubectl(SYSTEM)
-    install_operator()
+    install_operator(CASES_VALUES)
     try:
         kubectl("create", "namespace", NAMESPACE)
     except Refused as error:
         if "AlreadyExists" not in str(error):
             raise
+    kubectl.apply(machine_token.secret())
     return system
 
 

@@ -15,6 +15,7 @@ import requests
 from e2e.cases.actions import forward, generate, push
 from e2e.cases.conftest import NAME, remove, remove_stand, sample
 from e2e.kube import Kubectl, Refused, condition, eventually
+from e2e.machine_token import HEADERS
 
 JUDGE = "judge"
 TAGS = {"tags": ["kv_cache", "weights"]}
@@ -41,7 +42,7 @@ def ready(kubectl: Kubectl) -> dict[str, str]:
 def call(url: str, path: str, body: dict[str, Any] | None = None) -> None:
     """Send a call as verl does: GET if there is no body. Any status but 2xx is an error."""
     method = "GET" if body is None else "POST"
-    reply = requests.request(method, url + path, json=body, timeout=60)
+    reply = requests.request(method, url + path, json=body, headers=HEADERS, timeout=60)
     assert reply.ok, f"{path}: {reply.status_code} {reply.text}"
 
 

@@ -15,6 +15,7 @@ import yaml
 
 from e2e.cases.conftest import NAMESPACE, sample
 from e2e.kube import Kubectl
+from e2e.machine_token import TOKEN
 from e2e.pages import SHELL_RULES, Block, Runner, blocks_for, is_like
 
 
@@ -33,11 +34,12 @@ def rewrite(text: str, url: str, port: int) -> str:
 
 @pytest.fixture
 def folder(kubectl: Kubectl, tmp_path: Path) -> Path:
-    """Return a folder with the files that blocks name, and a kubeconfig for the namespace of the cases."""
+    """Return a folder with the files that blocks name, a kubeconfig for the namespace of the cases, and this machine's token for curl."""
     config = json.loads(kubectl("config", "view", "--raw", "--minify", "--flatten", "-o", "json"))
     config["contexts"][0]["context"]["namespace"] = NAMESPACE
     (tmp_path / "kubeconfig").write_text(json.dumps(config))
     (tmp_path / "kubeconfig").chmod(0o600)
+    (tmp_path / ".curlrc").write_text(f'header = "Authorization: Bearer {TOKEN}"\n')
     (tmp_path / "changed.yaml").write_text(yaml.safe_dump(sample(args=["--schedule-policy", "lof"])))
     return tmp_path
 
@@ -52,7 +54,7 @@ def test_cluster_block_runs(fleet: str, both_serve: None, url: str, folder: Path
     done = subprocess.run(
         ["bash", "-c", script],
         cwd=folder,
-        env=os.environ | {"PATH": path, "KUBECONFIG": str(folder / "kubeconfig")},
+        env=os.environ | {"PATH": path, "KUBECONFIG": str(folder / "kubeconfig"), "CURL_HOME": str(folder)},
         capture_output=True,
         text=True,
         timeout=180,

@@ -89,7 +89,7 @@ def test_restarted_router_process_keeps_the_version(kubectl: Kubectl, fleet: str
 def test_operator_restart_changes_no_child(kubectl: Kubectl, operator: Kubectl, fleet: str) -> None:
     def children() -> dict[str, str]:
         """Return all that the operator writes: everything but status and the coordinator's record."""
-        kinds = "statefulsets,deployments,services,serviceaccounts,roles,rolebindings,secrets,configmaps"
+        kinds = "statefulsets,deployments,services,serviceaccounts,roles,rolebindings,networkpolicies,secrets,configmaps"
         found = {}
         for row in kubectl.list(kinds, f"rollout.sglang.io/rollout={fleet}"):
             row.pop("status", None)

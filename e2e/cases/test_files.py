@@ -9,6 +9,7 @@ import requests
 
 from e2e.cases.actions import ask_engines, document, forward, generate, push, serving
 from e2e.kube import ROOT, Kubectl, eventually
+from e2e.machine_token import HEADERS
 from e2e.stand_in import CKPT
 
 MODEL = "/models/tiny"
@@ -60,11 +61,13 @@ def test_checkpoint_loaded_through_the_url_becomes_the_committed_version(kubectl
     expected = forward(kubectl, MODEL, 602)
     assert generate(url).json()["output_ids"] != expected
 
-    absent = requests.post(f"{url}/update_weights_from_disk", json={"model_path": f"{CKPT}/absent"}, timeout=60)
+    absent = requests.post(f"{url}/update_weights_from_disk", json={"model_path": f"{CKPT}/absent"}, headers=HEADERS, timeout=60)
     assert (absent.status_code, absent.json()["success"], f"{CKPT}/absent" in absent.json()["message"]) == (400, False, True)
     assert document(url)["committed"] == before, "no engine received the call"
 
-    reply = requests.post(f"{url}/update_weights_from_disk", json={"model_path": folder, "weight_version": "602"}, timeout=120)
+    reply = requests.post(
+        f"{url}/update_weights_from_disk", json={"model_path": folder, "weight_version": "602"}, headers=HEADERS, timeout=120
+    )
     assert (reply.status_code, reply.json()["success"]) == (200, True), reply.text
     seen = serving(url, 2)
     assert (seen["committed"]["label"], seen["last_update"]["outcome"]) == ("602", "Committed")
@@ -72,5 +75,11 @@ def test_checkpoint_loaded_through_the_url_becomes_the_committed_version(kubectl
     answers = ask_engines(kubectl, url)
     assert [(answer["output_ids"], answer["meta_info"]["weight_version"]) for answer in answers.values()] == [(expected, "602")] * 2
     assert generate(url).json()["output_ids"] == expected
-    eventually("status names the version", lambda: kubectl.get("sglr", fleet)["status"]["weights"]["committedVersion"] == "602")
+
+    def is_named() -> bool:
+        weights = kubectl.get("sglr", fleet)["status"]["weights"]
+        newest = (weights.get("recentUpdates") or [{}])[0]
+        return (weights["committedVersion"], weights.get("author"), newest.get("version")) == ("602", "token", "602")
+
+    eventually("status names the version and its author", is_named)
     push(kubectl, fleet, "603", seed=603)  # engines of later cases must not load this case's folder

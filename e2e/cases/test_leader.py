@@ -47,6 +47,7 @@ def two_routers(kubectl: Kubectl, operator: Kubectl, stand_fleet: str, tmp_path_
         let_all_serve(stand)  # now, because the Service still leads to one router: the second one answers no trainer
     scale = ("scale", "deployment", f"{stand.name}-router")
     operator("scale", "deployment", "sglang-rollout-operator", "--replicas=0")
+    eventually("the operator has ended", lambda: not operator.list("pods", "app.kubernetes.io/name=sglang-rollout-operator"))
     stand.kubectl(*scale, "--replicas=2")
     try:
         eventually("both routers run", lambda: len(running(stand)) == 2)

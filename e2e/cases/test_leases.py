@@ -10,6 +10,7 @@ from e2e.cases.actions import document, generate
 from e2e.cases.stand_in_rollout import StandInRollout
 from e2e.chaos.watch import Watch
 from e2e.kube import eventually
+from e2e.machine_token import HEADERS
 
 
 def lose_trainer_in_broadcast(stand: StandInRollout, watch: Watch, *, keep: bool) -> tuple[str, list[int], float]:
@@ -73,6 +74,6 @@ def test_fleet_of_a_lost_trainer_stays_paused_until_a_trainer_calls(stand: Stand
         assert (stand.condition("Degraded")["status"], stand.condition("Available")["status"]) == ("True", "False")
         assert any(event.startswith("TrainerLost") for event in stand.events())
         assert document(stand.url)["phase"] == "pause"
-        assert requests.post(f"{stand.url}/continue_generation", json={}, timeout=30).ok
+        assert requests.post(f"{stand.url}/continue_generation", json={}, headers=HEADERS, timeout=30).ok
         eventually("all engines serve again", lambda: stand.condition("Ready")["reason"] == "AllServing")
         assert generate(stand.url).json()["meta_info"]["weight_version"] == label

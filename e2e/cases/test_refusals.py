@@ -10,6 +10,7 @@ import requests
 from e2e.cases.actions import document, generate
 from e2e.cases.conftest import sample
 from e2e.kube import Kubectl, Refused, condition, eventually
+from e2e.machine_token import HEADERS
 
 GROUP = {"master_address": "192.0.2.1", "master_port": 29500, "rank_offset": 1, "world_size": 3, "group_name": "g", "backend": "gloo"}
 
@@ -24,7 +25,7 @@ GROUP = {"master_address": "192.0.2.1", "master_port": 29500, "rank_offset": 1, 
     ids=["world-size", "rank-offset", "no-address"],
 )
 def test_wrong_group_is_refused_before_an_engine_joins(url: str, both_serve: None, body: dict[str, object], sentence: str) -> None:
-    reply = requests.post(f"{url}/init_weights_update_group", json=body, timeout=30)
+    reply = requests.post(f"{url}/init_weights_update_group", json=body, headers=HEADERS, timeout=30)
     assert reply.status_code == 400
     assert sentence in reply.json()["message"]
     assert sentence in reply.reason, "clients print the reason phrase and drop the body"
@@ -34,7 +35,7 @@ def test_wrong_group_is_refused_before_an_engine_joins(url: str, both_serve: Non
 
 def test_unreachable_trainer_is_refused_within_the_deadline(kubectl: Kubectl, fleet: str, url: str, both_serve: None) -> None:
     limit = kubectl.get("sglr", fleet)["spec"]["weights"]["deadlines"]["groupSeconds"]
-    reply = requests.post(f"{url}/init_weights_update_group", json=GROUP, timeout=limit + 30)
+    reply = requests.post(f"{url}/init_weights_update_group", json=GROUP, headers=HEADERS, timeout=limit + 30)
     assert reply.status_code in (400, 504)
     assert "192.0.2.1" in reply.json()["message"]
     assert document(url)["groups"] == []
@@ -43,18 +44,18 @@ def test_unreachable_trainer_is_refused_within_the_deadline(kubectl: Kubectl, fl
 
 def test_update_with_an_unknown_group_reaches_no_engine(url: str, both_serve: None) -> None:
     body = {"names": ["x"], "dtypes": ["float32"], "shapes": [[1]], "group_name": "unknown"}
-    reply = requests.post(f"{url}/update_weights_from_distributed", json=body, timeout=30)
+    reply = requests.post(f"{url}/update_weights_from_distributed", json=body, headers=HEADERS, timeout=30)
     assert reply.status_code == 400
     assert "unknown" in reply.json()["message"]
     assert document(url)["serving"] == 2
 
 
 def test_malformed_bodies_are_refused_and_the_fleet_serves(url: str, both_serve: None) -> None:
-    malformed = requests.post(f"{url}/init_weights_update_group", data=b'{"a":', timeout=30)
+    malformed = requests.post(f"{url}/init_weights_update_group", data=b'{"a":', headers=HEADERS, timeout=30)
     assert malformed.status_code == 400
     assert "JSON" in malformed.json()["message"]
     try:
-        huge = requests.post(f"{url}/init_weights_update_group", data=b"x" * 100_000_000, timeout=60)
+        huge = requests.post(f"{url}/init_weights_update_group", data=b"x" * 100_000_000, headers=HEADERS, timeout=60)
         assert huge.status_code == 413
     except requests.ConnectionError:
         pass  # refused before the body was sent: the connection is closed under the sender

@@ -14,12 +14,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from e2e import stand_in
+from e2e import machine_token, stand_in
 from e2e.chaos.engines import STAND_INS as ENGINES
 from e2e.chaos.stack import PHASE_LINE, WEIGHTS, FleetUnderFault
 from e2e.chaos.trainer_process import Trainer, local_trainer
-from e2e.cluster import nodes
-from e2e.kube import SYSTEM, Kubectl, Refused, eventually, install_operator
+from e2e.cluster import network, nodes
+from e2e.kube import CASES_VALUES, SYSTEM, Kubectl, Refused, eventually, install_operator
 
 NAMESPACE = NAME = "chaos"
 _CALL = (
@@ -35,7 +35,9 @@ class LabStack(FleetUnderFault):
     """Use as a context manager. The cluster must be up, with two nodes."""
 
     number = ENGINES
+    trainer_host = network.HOST
     start_seconds = 0.0
+    headers = machine_token.HEADERS
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -44,11 +46,12 @@ class LabStack(FleetUnderFault):
     def __enter__(self) -> LabStack:
         if len(nodes.running()) != 2:
             raise SystemExit("The matrix needs a lab of two nodes: python -m e2e.cluster down; python -m e2e.cluster up --nodes 2")
-        install_operator()
+        install_operator(CASES_VALUES)
         with suppress(Refused):  # the namespace exists already
             self.kubectl("create", "namespace", NAMESPACE)
         self._remove()
         self._ends.callback(self._remove)
+        self.kubectl.apply(machine_token.secret())
         self.kubectl.apply(stand_in.code())
         self.kubectl.apply(self._rollout())
         eventually("the router runs", lambda: self._pods("router")[0]["status"]["podIP"], within=60)
@@ -62,7 +65,7 @@ class LabStack(FleetUnderFault):
         """End the current trainer and start another."""
         if self.trainer is not None:
             self.trainer.end()
-        self.trainer = local_trainer(self.url, self.folder / "trainer.log")
+        self.trainer = local_trainer(self.url, self.folder / "trainer.log", token=machine_token.TOKEN)
         return self.trainer
 
     def phases(self) -> list[tuple[float, str]]:
@@ -150,6 +153,8 @@ class LabStack(FleetUnderFault):
                 "labelSelector": {"matchLabels": spread},
             }
         ]
+        # The trainer runs on this machine, whose address belongs to no pod.
+        made["spec"]["security"] = machine_token.security(trainerAddresses=[network.HOST])
         return made
 
     def _pods(self, component: str) -> list[dict[str, Any]]:

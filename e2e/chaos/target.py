@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from e2e.chaos.trainer_process import Trainer
@@ -13,8 +14,14 @@ class FaultTarget(Protocol):
     trainer: Trainer | None
     number: int
     """Number of engines."""
+    trainer_host: str
+    """Address of trainers, as engines see it."""
     start_seconds: float
     """Maximum extra time that an engine needs to restart, compared with a stand-in."""
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """Headers of control calls: a token, if the fleet asks for one."""
 
     @property
     def url(self) -> str:

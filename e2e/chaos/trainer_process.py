@@ -17,6 +17,7 @@ from e2e.chaos.tokens import BASE, Expected, stand_in
 from e2e.child import start_child
 from e2e.cluster.paths import REPOSITORY
 from e2e.engine import environment
+from sglang_rollout.trainer.credentials import TOKEN_VARIABLE
 
 MODULE = "e2e.chaos.trainer"
 ExpectedOf = Callable[[str, str], Expected]
@@ -76,7 +77,10 @@ class Trainer:
                 self._lines.put(json.loads(line))
 
 
-def local_trainer(url: str, log: Path, options: Sequence[str] = (), expected: ExpectedOf = _stand_in) -> Trainer:
+def local_trainer(
+    url: str, log: Path, options: Sequence[str] = (), expected: ExpectedOf = _stand_in, *, token: str | None = None
+) -> Trainer:
     """Start a trainer on this machine, with the Python that has torch. For ``options`` see ``trainer.py``."""
     paths = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "operator")])
-    return Trainer([str(environment.python(make=False)), "-m", MODULE, url, *options], log, {"PYTHONPATH": paths}, expected)
+    env = {"PYTHONPATH": paths, **({TOKEN_VARIABLE: token} if token is not None else {})}
+    return Trainer([str(environment.python(make=False)), "-m", MODULE, url, *options], log, env, expected)

@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from e2e import machine_token
 from e2e.kube import ROOT
 
 CODE = "stand-in-code"
@@ -53,6 +54,7 @@ def rollout(name: str, *, replicas: int = 3, weights: Document | None = None) ->
         "env": [{"name": "OMP_NUM_THREADS", "value": "1"}, {"name": "PYTHONPATH", "value": "/opt/stand-in:/opt/client"}],
         "resources": {"requests": {"cpu": "50m", "memory": "256Mi"}},
     }
+    spec["security"] = machine_token.security()
     spec["weights"] = {
         "backend": "gloo",
         "verify": "Always",

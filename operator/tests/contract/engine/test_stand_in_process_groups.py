@@ -68,7 +68,7 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
         environment.python(make=False)
     except LabError as error:
         pytest.skip(str(error))
-    engine = stand_in(free_port(), tmp_path / "log", "--engines", "2", "--token-ms", "0")
+    engine = stand_in(free_port(row=2), tmp_path / "log", "--engines", "2", "--token-ms", "0")
     engine.start()
     try:
         engine.wait()
@@ -245,6 +245,8 @@ def test_closed_process_group_leaves_no_open_file(trainer: Peer, tmp_path: Path)
         engine.kill()
 
 
+@pytest.mark.long
+@pytest.mark.timeout(300)
 def test_fifty_engines_of_one_process_join_one_process_group(trainer: Peer, tmp_path: Path) -> None:
     """One update with the default model. The process stays below the 1.5 GB that docs/how-to/test-without-gpus.md promises."""
     first = free_port(row=50)

@@ -156,7 +156,11 @@ class Peer:
                 pool.submit(requests.post, f"{url}/init_weights_update_group", json=self.at(port, rank, world or 1 + len(urls)))
                 for rank, url in enumerate(urls)
             ]
-            assert self.read_answer() == {"joined": True}
+            try:
+                assert self.read_answer() == {"joined": True}
+            except AssertionError as error:
+                early = {rank: future.result().text for rank, future in enumerate(asked, 1) if future.done()}
+                raise AssertionError(f"{error}\nRanks that have answered: {early}") from error
             return [(future.result().status_code, future.result().json()) for future in asked]
 
     def at(self, port: int, rank: int, world: int) -> dict[str, Any]:

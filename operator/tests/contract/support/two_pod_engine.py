@@ -46,8 +46,8 @@ class Relay:
 
     def cut(self) -> None:
         """Fill the queue of unaccepted connections, so that the kernel drops handshakes."""
-        assert self._accepting is not None
-        self._accepting.cancel()
+        if self._accepting is not None:  # None: the pod was never started
+            self._accepting.cancel()
         for task in self._open:
             task.cancel()
         for _ in range(8):

@@ -269,6 +269,6 @@ def without_schema(api: ControlPlane) -> Iterator[None]:
 
 def _replace_schema(api: ControlPlane, schema: Any) -> None:
     patch = [{"op": "replace", "path": "/spec/versions/0/schema/openAPIV3Schema", "value": schema}]
-    api.kubectl("patch", "crd", "sglangrollouts.rollout.sglang.io", "--type=json", "-p", json.dumps(patch))
+    api.kubectl("patch", "crd", "sglangrollouts.rollout.sglang.io", "--type=json", "--patch-file=/dev/stdin", stdin=json.dumps(patch))
     # The server takes a moment to serve another schema, and says nowhere when it does.
     time.sleep(2.0)

@@ -309,7 +309,7 @@ def test_process_with_one_engine_dies_by_sigkill_and_leaves_a_record(tmp_path: P
 
 
 def test_process_with_two_engines_outlives_one_engine_and_ends_at_sigterm() -> None:
-    port = free_port()
+    port = free_port(row=2)
     process = subprocess.Popen(
         [sys.executable, "-m", "sglang_rollout.testing", "--port", str(port), "--engines", "2", "--fault", "die:flush"],
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,

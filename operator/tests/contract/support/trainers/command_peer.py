@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-LIMIT = timedelta(seconds=100)
+LIMIT = timedelta(seconds=240)
+"""Fifty ranks of one process took 34 s to join on a busy machine with two cores, and once more than 100 s."""
 
 
 def answer(document: dict[str, Any]) -> None:

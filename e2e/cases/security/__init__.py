@@ -1,0 +1,1 @@
+"""Attacks on a fleet, and callers that must keep working."""
