@@ -109,7 +109,7 @@ $(DOCS_VENV)/.done: requirements/docs.lock
 
 .PHONY: docs
 docs: $(DOCS_VENV)/.done ## Build the documentation in docs/_build; a warning or a broken link is an error
-	@PYTHONPATH=operator $(DOCS_VENV)/bin/python docs/generate.py
+	@PYTHONPATH=operator:. $(DOCS_VENV)/bin/python docs/generate.py
 	@PYTHONPATH=operator $(DOCS_VENV)/bin/sphinx-build -q -W --keep-going -b html docs docs/_build
 	@echo "docs/_build/index.html"
 

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import click
+from e2e.cases.security.attacks import ATTACKS
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
 
@@ -205,6 +206,15 @@ def mark_code(text: str) -> str:
     return found.sub(lambda word: word[0] if word[0].startswith("`") else code(word[0]), text)
 
 
+# --- attacks -----------------------------------------------------------------------------------------------------------
+
+
+def attacks() -> str:
+    """Return a table of the attacks that the end-to-end cases try."""
+    rows = ((attack.source, attack.tried, code(attack.answer) if attack.status else attack.answer, attack.gain) for attack in ATTACKS)
+    return table(("from", "tried", "answer", "otherwise the caller"), rows)
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "metrics.md": metrics,
     "condition-types.md": lambda: codes(ConditionType),
@@ -217,6 +227,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "engine-settings.md": engine_settings,
     "flag-families.md": flag_families,
     "cli.md": command_line,
+    "attacks.md": attacks,
 }
 
 

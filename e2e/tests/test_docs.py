@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from e2e.cases.security.attacks import ATTACKS, CONTROL_CALLS, Source
 from e2e.cluster.paths import REPOSITORY
 from sglang_rollout.batches.routes import routes as data_routes
 from sglang_rollout.coordinator.http.control import routes as control_routes
 from sglang_rollout.coordinator.http.info import routes as info_routes
-from sglang_rollout.wire.ports import FLEET_ENGINES, FLEET_HELD, FLEET_SERVING
+from sglang_rollout.wire.access import POD_PATHS, PathKind, kind_of_path
+from sglang_rollout.wire.ports import FLEET_CALLER, FLEET_ENGINES, FLEET_SERVING
 
 PAGES = sorted(
     page
@@ -70,10 +72,30 @@ def test_generated_tables_explain_every_row() -> None:
 def test_page_of_the_http_api_names_every_route() -> None:
     page = (REPOSITORY / "docs/reference/http-api.md").read_text()
     paths = {route.path.partition("{")[0].rstrip("/") for route in (*control_routes, *info_routes, *data_routes)}
-    internal = {FLEET_HELD, FLEET_SERVING, FLEET_ENGINES}  # calls of the front, the batch server and the agents
+    internal = {FLEET_CALLER, FLEET_SERVING, FLEET_ENGINES}  # calls of the batch server and the agents
     assert {path for path in paths if not re.search(f"[` ]{re.escape(path)}[`/]", page)} == internal
 
 
 def test_committed_diagrams_are_those_that_the_program_draws() -> None:
     drawn = runpy.run_path(str(REPOSITORY / "docs/diagrams/draw.py"))["drawn"]
     assert [path.name for path, content in drawn() if path.read_text() != content] == []
+
+
+def test_table_of_attacks_has_a_row_for_each_attack_of_the_cases() -> None:
+    table = runpy.run_path(str(REPOSITORY / "docs/generate.py"))["PAGES"]["attacks.md"]()
+    assert "{include} ../_generated/attacks.md" in (REPOSITORY / "docs/operations/security.md").read_text()
+    assert len({attack.name for attack in ATTACKS}) == len(ATTACKS) == len(table.splitlines()) - 2
+    assert {attack.source for attack in ATTACKS} == set(Source), "each source is tried"
+    assert all(f"| {attack.source} | {attack.tried} |" in table for attack in ATTACKS)
+
+
+def test_attacks_try_each_control_path() -> None:
+    routes = {(route.method, route.path.partition("{")[0]) for route in (*control_routes, *info_routes) if is_control(route.path)}
+    assert {
+        (method, path) for method, path in routes if not any(each[0] == method and each[1].startswith(path) for each in CONTROL_CALLS)
+    } == set()
+
+
+def is_control(path: str) -> bool:
+    """Return whether only trainers may call a path."""
+    return kind_of_path(path) is PathKind.CONTROL and path not in POD_PATHS
