@@ -6,6 +6,9 @@ CLUSTER ?= lab
 PYTHON ?= python3
 NODES ?= 1
 KIND_CLUSTER ?= kind
+SEED ?= 1
+MINUTES ?= 10
+KIND ?= plain
 VENV := .venv
 BIN := $(VENV)/bin
 DOCS_VENV := .build/docs-venv
@@ -38,7 +41,7 @@ cluster-binaries: venv ## Build Kubernetes, etcd, CoreDNS and Helm (cached)
 	@$(LAB) binaries
 
 # --- checks ------------------------------------------------------------------------------------------------------------
-.PHONY: lint generate golden lock test test-all test-fast test-long test-newest test-neighbours chaos chaos-real chaos-cluster bench
+.PHONY: lint generate golden lock test test-all test-fast test-long test-newest test-neighbours chaos chaos-real chaos-cluster fuzz bench
 lint: venv ## ruff, mypy, import-linter, spelling, words, shellcheck, generated files
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -95,6 +98,9 @@ chaos-cluster: venv engine-venv ## Fault matrix of API server, node and link, on
 	@$(BIN)/python -m e2e.images build | $(LAB) load
 	@eval "$$($(LAB) env)"; $(BIN)/python -m e2e.chaos --cluster --out out/chaos-cluster.json
 	@eval "$$($(LAB) env)"; $(BIN)/pytest -q e2e/cases/test_avoiding.py
+
+fuzz: venv engine-venv ## Hostile requests against a real SGLang engine (SEED=1 MINUTES=10 KIND=plain, lora or reward)
+	@$(BIN)/python -m e2e.fuzz --seed $(SEED) --minutes $(MINUTES) --kind $(KIND)
 
 bench: venv engine-venv ## Benchmarks against a baseline of the same run; results: bench/results
 	@for b in reconcile plans push catchup endurance inflight latency batches memory; do $(BIN)/python -m bench.$$b; done

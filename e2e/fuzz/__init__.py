@@ -1,0 +1,1 @@
+"""A fuzzer for the bodies of data requests: no request may end or hang an engine."""
