@@ -13,9 +13,11 @@ from typing import Any
 
 import requests
 
+from e2e.chaos.batch import RunningBatch, is_complete, send_batch
+from e2e.chaos.floods import ODD_BODIES, REFUSED_CALLS, SLOW_BODIES, Flood, FloodKind
 from e2e.chaos.stack import Stack
 from e2e.chaos.target import FaultTarget
-from e2e.chaos.tokens import FEW, MANY
+from e2e.chaos.tokens import FEW, MANY, PROMPT
 from e2e.chaos.watch import Watch
 
 SLOW = {
@@ -99,6 +101,8 @@ class Fault:
     spares: Callable[[Any], int] | None = None
     """Number of engines that work during the fault and accept a push."""
     heals_within: float = HEALED_WITHIN
+    check: Callable[[Any, Cell], None] | None = None
+    """What must also hold after this fault. Raises AssertionError."""
 
 
 class MissedError(Exception):
@@ -154,6 +158,49 @@ def _part(name: str) -> Callable[[Stack], Strike]:
     return lambda stack: aim_signal(name, stack.pids(name), signal.SIGKILL)
 
 
+def _batch_server(stack: Stack) -> Strike:
+    """Send a batch, and kill the batch server while the batch runs."""
+    kill = _part("batches")(stack)
+    batch = stack.batch = RunningBatch(stack.url)
+    stack.until("the batch server has a batch", stack.has_batch, 15)
+
+    def strike() -> None:
+        if batch.has_ended:
+            raise MissedError("the batch had ended before the strike")
+        kill()
+
+    return strike
+
+
+def _check_without_batch_server(stack: Stack, cell: Cell) -> None:
+    """Check that only the batch failed, and that the next batch is answered."""
+    if cell.outcome not in ("", "committed"):
+        raise AssertionError(f"an update does not need the batch server, but the push {cell.outcome}")
+    body = {"input_ids": PROMPT, "sampling_params": {"temperature": 0, "max_new_tokens": FEW}}
+    requests.post(f"{stack.url}/generate", json=body, timeout=SERVED_WITHIN).raise_for_status()
+    if stack.batch is not None:
+        stack.batch.check_is_retryable(OUTCOME_WITHIN)
+    stack.until("the next batch is answered", lambda: is_complete(send_batch(stack.url, FEW), FEW), SERVED_WITHIN)
+
+
+def _flood(name: str, kind: FloodKind) -> Fault:
+    """Return the flood of a kind. While it lasts, all engines accept a push."""
+
+    def aim(stack: Stack) -> Strike:
+        stack.flood = Flood(kind, stack.url, stack.processes())
+        return stack.flood.start
+
+    def check(stack: Stack, cell: Cell) -> None:
+        if stack.flood is not None:
+            stack.flood.check(stack.processes(), cell.outcome)
+
+    def undo(stack: Stack) -> None:
+        if stack.flood is not None:
+            stack.flood.stop()
+
+    return Fault(name, aim, undo=undo, spares=lambda stack: stack.number, check=check)
+
+
 FAULTS = {
     fault.name: fault
     for fault in (
@@ -162,10 +209,14 @@ FAULTS = {
         Fault("agent killed", _part("agent"), part="agent"),
         Fault("gate killed", _part("gate"), part="gate"),
         Fault("coordinator killed", _part("coordinator"), part="coordinator"),
+        Fault("batches killed", _batch_server, part="batches", check=_check_without_batch_server),
         Fault("smg killed", _part("smg"), part="smg"),
         Fault("front killed", _part("front"), part="front"),
         Fault("trainer killed", _trainer(signal.SIGKILL), kills_trainer=True),
         Fault("trainer stopped", _trainer(signal.SIGSTOP), kills_trainer=True),
+        _flood("flood of refused calls", REFUSED_CALLS),
+        _flood("flood of slow bodies", SLOW_BODIES),
+        _flood("flood of odd bodies", ODD_BODIES),
     )
 }
 
@@ -287,6 +338,8 @@ class Matrix:
             stack.new_trainer()
         if fault.spares is not None:
             cell.without_seconds = self._until_served(fault.spares(stack), HEALED_WITHIN)
+        if fault.check is not None:
+            fault.check(stack, cell)
         began = time.monotonic()
         if fault.undo is not None:
             fault.undo(stack)
@@ -351,10 +404,16 @@ class Matrix:
     def _open_unreachable_group(self) -> None:
         """Open a process group whose store does not listen, so that engines try to reach it."""
         size = self._stack.document()["world_size"]
-        body = {"master_address": "127.0.0.1", "master_port": 9, "rank_offset": 1, "world_size": size, "group_name": "unreachable"}
+        body = {
+            "master_address": self._stack.trainer_host,
+            "master_port": 9,
+            "rank_offset": 1,
+            "world_size": size,
+            "group_name": "unreachable",
+        }
 
         def ask() -> None:
             with suppress(requests.RequestException):
-                requests.post(f"{self._stack.url}/init_weights_update_group", json=body, timeout=20)
+                requests.post(f"{self._stack.url}/init_weights_update_group", json=body, headers=self._stack.headers, timeout=20)
 
         threading.Thread(target=ask, daemon=True).start()

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from datetime import datetime
 from pathlib import Path
@@ -14,11 +15,14 @@ from typing import Any
 
 import requests
 
+from e2e.chaos.batch import RunningBatch
 from e2e.chaos.engines import RealEngines, StandIns
+from e2e.chaos.floods import Flood
 from e2e.chaos.tokens import PROMPT
 from e2e.chaos.trainer_process import Trainer, local_trainer
 from e2e.child import start_child
 from e2e.kube import Refused
+from sglang_rollout.wire.ports import BATCHES_METRICS
 
 WEIGHTS = {
     "deadlines": {"groupSeconds": 10, "updateSeconds": 12, "pauseSeconds": 8, "idleSeconds": 10, "totalSeconds": 60, "stuckSeconds": 4},
@@ -43,6 +47,9 @@ PARTS = {
 class FleetUnderFault:
     """The URL and the trainer of a fleet. Subclasses start and stop its parts."""
 
+    headers: Mapping[str, str] = {}
+    """Headers of control calls: a token, if the fleet asks for one."""
+
     def __init__(self, folder: Path, url: str = "") -> None:
         self.folder = folder
         self.url = url
@@ -57,7 +64,7 @@ class FleetUnderFault:
     def document(self) -> dict[str, Any]:
         """Return ``GET /fleet``; empty while the coordinator does not answer."""
         try:
-            reply = requests.get(f"{self.url}/fleet", timeout=5)
+            reply = requests.get(f"{self.url}/fleet", headers=self.headers, timeout=5)
             return dict(reply.json()) if reply.ok else {}
         except (requests.RequestException, ValueError):
             return {}
@@ -76,6 +83,8 @@ class FleetUnderFault:
 class Stack(FleetUnderFault):
     """Use as a context manager."""
 
+    trainer_host = "127.0.0.1"
+
     def __init__(self, folder: Path, port: int = 26100, kind: type[StandIns | RealEngines] = StandIns) -> None:
         super().__init__(folder, f"http://127.0.0.1:{port}")
         self.engines = kind(folder, port + 1)
@@ -84,6 +93,10 @@ class Stack(FleetUnderFault):
         self._local: subprocess.Popen[bytes] | None = None
         self.hung_since: float | None = None
         """Time when engine 0 was stopped. The fleet does not restart an idle engine that hangs."""
+        self.batch: RunningBatch | None = None
+        """The batch that runs when the batch server is killed."""
+        self.flood: Flood | None = None
+        """The newest flood."""
         self._ended = threading.Event()
 
     def __enter__(self) -> Stack:
@@ -157,6 +170,22 @@ class Stack(FleetUnderFault):
                 if all(word in command for word in words) and self._below(pid):
                     found.append(pid)
         return found
+
+    def processes(self) -> dict[str, list[int]]:
+        """Return the process IDs of all parts and engines, by name. Parts of an engine have its number in their names."""
+        words = {part: "{index}" in "".join(command) for part, command in PARTS.items()}
+        found = {part: self.pids(part) for part, is_of_engine in words.items() if not is_of_engine}
+        for index in range(self.number):
+            found |= {f"{part} {index}": self.pids(part, index) for part, is_of_engine in words.items() if is_of_engine}
+            process = self.engines.processes[index].process
+            found[f"engine {index}"] = [process.pid] if process is not None else []
+        return {part: sorted(pids) for part, pids in found.items()}
+
+    def has_batch(self) -> bool:
+        """Return whether the batch server holds the body of a batch."""
+        command = Path(f"/proc/{self.pids('batches')[0]}/cmdline").read_text().split("\0")
+        listen = command[command.index("--listen") + 1]
+        return "sglang_rollout_batches_memory_bytes 0.0" not in requests.get(f"http://{listen}{BATCHES_METRICS}", timeout=5).text
 
     def be_kubelet(self) -> None:
         """Restart engines that ended or whose agents ask for a restart, until the stack ends."""

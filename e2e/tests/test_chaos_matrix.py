@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 from click.testing import CliRunner
 
 from e2e.chaos import __main__ as program
-from e2e.chaos.matrix import FAULTS, TRIES, Fault, Matrix, Strike, phases_between
+from e2e.chaos import batch
+from e2e.chaos.floods import REFUSED_CALLS, Flood
+from e2e.chaos.matrix import FAULTS, TRIES, Cell, Fault, Matrix, Strike, phases_between
 from e2e.chaos.tokens import known
 from e2e.chaos.watch import Watch
 
@@ -40,7 +46,8 @@ class SimulatedTrainer:
 class SimulatedFleet:
     """One engine that always serves, and a coordinator that logs its phases."""
 
-    number, start_seconds, url = 1, 0.0, ""
+    number, start_seconds, url, trainer_host = 1, 0.0, "", ""
+    headers: Mapping[str, str] = {}
     slow_phase = "verify"
 
     def __init__(self, *_: object, **__: object) -> None:
@@ -145,6 +152,49 @@ def test_missed_cell_is_reported_and_fails_the_run(tmp_path: Path, monkeypatch: 
         assert part in done.output, done.output
     (cell,) = json.loads(out.read_text())
     assert (cell["result"], cell["hit"], len(cell["misses"])) == ("missed", False, TRIES)
+
+
+def test_a_cell_fails_if_the_check_of_its_fault_fails() -> None:
+    fleet = SimulatedFleet()
+
+    def check(_: object, cell: Cell) -> None:
+        raise AssertionError(f"after a push that {cell.outcome}")
+
+    cell = run(fleet, replace(fault(fleet, False), check=check))
+    assert (cell.problem, cell.text, cell.passed) == ("after a push that committed", "FAIL", False)
+
+
+@pytest.mark.parametrize(
+    ("running", "outcome", "status", "problem"),
+    [
+        ([1], "committed", 429, ""),
+        ([2], "committed", 429, "restarted during the flood: front"),
+        ([1], "failed", 429, "the push failed"),
+        ([1], "", 200, "1 connections of the flood got answers {200: 1}"),
+    ],
+    ids=["harmless", "restart", "failed push", "accepted"],
+)
+def test_a_flood_restarts_nothing_and_fails_no_push(running: list[int], outcome: str, status: int, problem: str) -> None:
+    flood = Flood(REFUSED_CALLS, "", {"front": [1]}, Counter({status: 1}), connected=1)
+    with pytest.raises(AssertionError, match=problem) if problem else nullcontext():
+        flood.check({"front": running}, outcome)
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "problem"),
+    [(502, {"Retry-After": "1"}, ""), (503, {"Retry-After": "1"}, ""), (502, {}, "HTTP 502"), (500, {}, "HTTP 500"), (200, {}, "HTTP 200")],
+)
+def test_a_batch_whose_server_was_killed_must_end_with_a_retryable_error(
+    status: int, headers: dict[str, str], problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reply = requests.Response()
+    reply.status_code = status
+    reply.headers.update(headers)
+    monkeypatch.setattr(batch, "send_batch", lambda *_: reply)
+    running = batch.RunningBatch("")
+    with pytest.raises(AssertionError, match=problem) if problem else nullcontext():
+        running.check_is_retryable(30)
+    assert running.has_ended
 
 
 def test_record_shows_the_phases_between_two_moments() -> None:

@@ -20,8 +20,12 @@ CELLS = [
     ("agent killed", "commit"),
     ("gate killed", "idle"),
     ("coordinator killed", "verify"),
+    ("batches killed", "idle"),
     ("smg killed", "idle"),
     ("trainer killed", "transfer"),
+    ("flood of refused calls", "transfer"),
+    ("flood of slow bodies", "verify"),
+    ("flood of odd bodies", "open"),
 ]
 
 
