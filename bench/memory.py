@@ -21,12 +21,15 @@ from tempfile import TemporaryDirectory
 
 import aiohttp
 from aiohttp import web
-from bench.common import free_port, machine, save
-from bench.fleets import below, ended, until
+from bench.common import free_port, get, machine, save
+from bench.fleets import bare_coordinator, below, ended, stand_ins, until
 from e2e.child import start_child
 
+from sglang_rollout.api.limits_spec import Limits, limits_options
 from sglang_rollout.batches.routes import MAX_BODY_BYTES
 from sglang_rollout.proxy.config import FRONT_CONNECTIONS, GATE_CONNECTIONS
+from sglang_rollout.sglang.api import ControlCall
+from sglang_rollout.wire.ports import TERM_HEADER
 
 FRONT_BYTES, GATE_BYTES = 59_000, 4000
 """Bytes of an unfinished body: nearly as many as the front, and the gate, wait for."""
@@ -34,6 +37,9 @@ ADDRESSES = [f"127.0.0.{number}" for number in range(2, 10)]
 """Addresses of clients. One address alone cannot use all connections."""
 CONTROL_BYTES = 8 * 2**20
 AGENT_BYTES = 16 * 2**20
+ENGINES = 64
+PROMPTS = 2**18
+"""Largest value of ``engine.limits.promptsPerRequest``."""
 BATCH_SECONDS = 45.0
 """Time in which the batch server receives its bodies."""
 SMG_REQUESTS, SMG_BYTES = 1024, 2**20
@@ -132,11 +138,12 @@ async def batches(folder: Path) -> int:
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", stub).start()
     ids = json.dumps({"input_ids": [[12345] * 2**14] * 550}, separators=(",", ":")).encode()
-    texts = json.dumps({"text": ["x" * 250] * 2**18}).encode()
+    texts = json.dumps({"text": ["x" * 250] * PROMPTS}).encode()
     emoji = json.dumps({"text": ["x" * 1000 + "\U0001f600"] * 50_000}, ensure_ascii=False).encode()
-    small = json.dumps({"input_ids": [[7]] * 2**18, "other": [{}] * 2**20}).encode()
+    small = json.dumps({"input_ids": [[7]] * PROMPTS, "other": [{}] * 2**20}).encode()
     assert max(map(len, (ids, texts, emoji, small))) < MAX_BODY_BYTES
     line = ["batches", "--listen", f"127.0.0.1:{port}", "--smg-url", f"http://127.0.0.1:{stub}", "--coordinator-url", "http://127.0.0.1:9"]
+    line += limits_options(Limits(prompts_per_request=PROMPTS, samples_per_request=PROMPTS))
     try:
         with part(folder, *line) as process:
             await asyncio.to_thread(until, "the batch server listens", lambda: listens(port))
@@ -149,39 +156,36 @@ async def batches(folder: Path) -> int:
 
 
 def coordinator(folder: Path) -> int:
-    """Return the peak of a coordinator of 1,000 engines that receives eight of the largest control calls at once."""
-    port = free_port()
-    engines = [{"name": f"demo-engine-{i}", "tensor_size": 1, "url": "http://127.0.0.1:9"} for i in range(1000)]
-    intent = {"generation": 1, "name": "demo", "namespace": "default", "engines": engines, "weights": {"backend": "gloo"}}
-    (folder / "intent.json").write_text(json.dumps(intent))
-    (folder / "token").write_text("bench")
-    line = ["coordinator", "--name", "demo", "--listen", f"127.0.0.1:{port}", "--public-url", "http://127.0.0.1:1"]
-    line += ["--token-file", str(folder / "token"), "--intent-file", str(folder / "intent.json")]
-    line += ["--record-file", str(folder / "record.json"), "--smg-url", "http://127.0.0.1:9"]
-    names = [f"model.layers.{number}.mlp.experts.{number}.gate_proj.weight" for number in range(80_000)]
-    body = json.dumps({"names": names, "dtypes": ["bfloat16"] * len(names), "shapes": [[7168, 2048]] * len(names)}).encode()
+    """Return the peak of a coordinator that sends eight of the largest control calls at once to all engines."""
+    body = _control_body(80_000)
     assert len(body) < CONTROL_BYTES
-    with part(folder, *line) as process:
-        until("the coordinator listens", lambda: listens(port))
-        url = f"http://127.0.0.1:{port}/update_weights_from_distributed"
-        print(f"coordinator: {asyncio.run(post_all(url, [body] * 8, seconds=30))}")
-        return peak_mib(process.pid)
+    with stand_ins(ENGINES) as urls, bare_coordinator(urls) as fleet:
+        url = f"{fleet.url}{ControlCall.ABORT_REQUEST.path}"
+        print(f"coordinator: {asyncio.run(post_all(url, [body] * 8))}")
+        return peak_mib(fleet.roots[1])
 
 
 def agent(folder: Path) -> int:
-    """Return the peak of an agent that receives four of the largest calls at once."""
+    """Return the peak of an agent that passes four of the largest calls at once to its engine."""
     port = free_port()
     (folder / "token").write_text("bench")
-    line = ["agent", "--name", "e0", "--engine-url", "http://127.0.0.1:9", "--listen", f"127.0.0.1:{port}"]
-    line += ["--gate-socket", str(folder / "none.sock"), "--state-dir", str(folder / "agent"), "--token-file", str(folder / "token")]
-    body = json.dumps({"names": ["a.weight"] * 900_000}).encode()
+    body = _control_body(160_000)
     assert len(body) < AGENT_BYTES
-    with part(folder, *line) as process:
-        until("the agent listens", lambda: listens(port))
-        headers = {"Authorization": "Bearer bench", "X-Rollout-Term": "1"}
-        url = f"http://127.0.0.1:{port}/update_weights_from_distributed"
-        print(f"agent: {asyncio.run(post_all(url, [body] * 4, headers, seconds=30))}")
+    line = ["agent", "--name", "e0", "--listen", f"127.0.0.1:{port}", "--gate-socket", str(folder / "none.sock")]
+    line += ["--state-dir", str(folder / "agent"), "--token-file", str(folder / "token"), "--engine-url"]
+    with stand_ins(1) as urls, part(folder, *line, urls[0]) as process:
+        until("the agent sees the engine", lambda: bool(get(f"http://127.0.0.1:{port}/health")))
+        headers = {"Authorization": "Bearer bench", TERM_HEADER: "1"}
+        url = f"http://127.0.0.1:{port}{ControlCall.ABORT_REQUEST.path}"
+        print(f"agent: {asyncio.run(post_all(url, [body] * 4, headers))}")
         return peak_mib(process.pid)
+
+
+def _control_body(tensors: int) -> bytes:
+    """Return the body of a call that every engine answers, with as many tensors as an update of a large model has."""
+    names = [f"model.layers.{number}.mlp.experts.{number}.gate_proj.weight" for number in range(tensors)]
+    described = {"names": names, "dtypes": ["bfloat16"] * tensors, "shapes": [[7168, 2048]] * tensors}
+    return json.dumps({"rid": "unknown", **described}).encode()
 
 
 async def smg(folder: Path) -> int:
