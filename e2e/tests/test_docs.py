@@ -22,6 +22,7 @@ PAGES = sorted(
     for page in REPOSITORY.glob(pattern)
     if not page.is_relative_to(REPOSITORY / "docs/_generated")
 )
+TEST_FOLDERS = (REPOSITORY, REPOSITORY / "operator/tests")
 MAKEFILE = (REPOSITORY / "Makefile").read_text()
 TARGETS = set(re.findall(r"^([a-z][a-z-]*):", MAKEFILE, re.MULTILINE))
 
@@ -51,6 +52,28 @@ def test_code_that_pages_name_exists() -> None:
         name for page in PAGES for name in re.findall(r"`([\w./-]+\.py)`", page.read_text()) if "/" in name or name.startswith("test_")
     }
     assert {name for name in named if not any(f"/{path}".endswith(f"/{name}") for path in code)} == set()
+
+
+def test_tests_that_pages_name_exist() -> None:
+    """A path begins at the repository or at ``operator/tests``."""
+    named = {match for page in PAGES for match in re.findall(r"`([\w./-]+\.py)::(\w+)`", page.read_text())}
+    absent = {f"{path}::{name}" for path, name in named if not any(name in functions(folder / path) for folder in TEST_FOLDERS)}
+    assert absent == set()
+
+
+def functions(path: Path) -> set[str]:
+    """Return the names of the functions of a file; an absent file has none."""
+    return set(re.findall(r"^(?:async )?def (\w+)", path.read_text(), re.MULTILINE)) if path.exists() else set()
+
+
+def test_every_finding_is_fixed_with_a_test_or_documented() -> None:
+    page = (REPOSITORY / "docs/operations/security-findings.md").read_text()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if re.match(r"\| S\d+ ", line)]
+    findings = [row for row in rows if row[2].startswith("fixed") or row[2] == "documented"]
+    assert [row[0] for row in findings] == [f"S{number}" for number in range(1, 25)]
+    assert [row[0] for row in findings if row[2].startswith("fixed") and "::test_" not in row[3]] == []
+    reasons = {row[0] for row in rows if row not in findings}
+    assert {row[0] for row in findings if "(#documented)" in row[3]} == reasons
 
 
 def test_make_targets_that_pages_name_exist() -> None:
