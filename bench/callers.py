@@ -8,10 +8,11 @@ each pair: geometric mean and 95 % confidence interval.
 flood    the median of ten pushes, without and with a client that sends control calls to the fleet's URL as fast as it gets their
          refusals. The aim is a ratio of at most 1.1.
 request  a request for tokens, with ``generate: Open`` and with ``generate: Clients``, which asks the coordinator about each caller
+push     a push to two stand-in engines, with ``control: Open`` and with ``control: Token``
 call     the decision about one control call of a known pod among 1000, with ``control: Open`` and with ``control: Trainers``
 
-For requests and calls, it also prints the added microseconds, and the added processor time of the fleet's processes. For the flood, it
-prints the added processor time of the fleet in one second without a push.
+For requests, pushes and calls, it also prints the added microseconds, and the added processor time of the fleet's processes. For the
+flood, it prints the added processor time of the fleet in one second without a push.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from typing import Any
 
 import aiohttp
 from bench.common import cpu_seconds, free_port, get, machine, save
-from bench.fleets import LocalFleet, below, ended, local_fleet, stand_ins, until
+from bench.fleets import LocalFleet, bare_coordinator, below, ended, local_fleet, stand_ins, until
 from bench.latency import body
 from bench.pusher import pusher
 from e2e.child import start_child
@@ -241,6 +242,32 @@ async def one_by_one(url: str) -> float:
         return time.monotonic() - began
 
 
+# --- pushes --------------------------------------------------------------------------------------------------------------
+
+
+def pushes(pairs: int) -> dict[str, Any]:
+    """Compare pushes to two fleets that run side by side: one is open, the other demands a token."""
+    with ExitStack() as stack:
+        fleets, trainers = [], []
+        for token in ("", "a-token-of-the-benchmark"):
+            fleet = stack.enter_context(bare_coordinator(stack.enter_context(stand_ins(2)), token=token))
+            trainer = stack.enter_context(pusher(fleet.url, *(["--token", token] if token else [])))
+            trainer.push(5)  # opens the process group; the first pushes are compared by checksums
+            fleets.append(fleet)
+            trainers.append(trainer)
+        cpu = [0.0, 0.0]
+
+        def block(index: int) -> float:
+            pids = list(below(fleets[index].roots))
+            used = cpu_seconds(pids)
+            seconds = median(end - began for began, end in trainers[index].push(PUSHES))
+            cpu[index] += cpu_seconds(pids) - used
+            return seconds
+
+        result = compare(alternate(pairs, (lambda: block(0), lambda: block(1))))
+    return {"what": "push", **result, "added_cpu_us": round((cpu[1] - cpu[0]) / (pairs * PUSHES) * 1e6)}
+
+
 # --- calls ---------------------------------------------------------------------------------------------------------------
 
 
@@ -304,14 +331,15 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=20)
     pairs = parser.parse_args().pairs
     facts = machine()
-    rows = [calls(pairs)]
-    show(rows[0])
+    rows = [calls(pairs), pushes(pairs)]
+    for row in rows:
+        show(row)
     with stand_ins(2) as urls, local_fleet(urls) as fleet:
         with checking_front(inner_addresses(fleet)) as checking:
             rows.append(requests(fleet, checking, pairs))
-        show(rows[1])
+        show(rows[-1])
         rows.append(flood(fleet, pairs))
-        show(rows[2])
+        show(rows[-1])
     save("callers", facts, {"rows": rows})
 
 

@@ -104,10 +104,15 @@ def local_fleet(urls: list[str], *, weights: Mapping[str, Any] | None = None, fr
 
 
 @contextmanager
-def bare_coordinator(urls: list[str], *, weights: Mapping[str, Any] | None = None) -> Iterator[LocalFleet]:
-    """Run a coordinator and the agents of all engines in one process, without gates, front and smg.
+def bare_coordinator(urls: list[str], *, weights: Mapping[str, Any] | None = None, token: str = "") -> Iterator[LocalFleet]:
+    """Run a coordinator, and the agents of all engines in one process, without gates, front and smg.
 
     For more engines than this machine can run complete sets of processes for.
+
+    Args:
+        urls: The engines.
+        weights: ``spec.weights``.
+        token: Token that control calls must send (``security.control: Token``); empty: control calls are open.
     """
     with TemporaryDirectory(prefix="rollout-bench-", dir=MEMORY) as name, ExitStack() as stack:
         folder, listen, port = Path(name), f"127.0.0.1:{free_port()}", free_port(first=28200, row=len(urls))
@@ -115,6 +120,7 @@ def bare_coordinator(urls: list[str], *, weights: Mapping[str, Any] | None = Non
         agents = [{"name": f"e{i}", "tensor_size": 1, "url": f"http://127.0.0.1:{port + i}"} for i in range(len(urls))]
         policy = {"backend": "gloo", **(weights or {})}
         intent = {"generation": 1, "name": "bench", "namespace": "bench", "engines": agents, "weights": policy}
+        intent["security"] = {"control": "Token" if token else "Open"}
         (folder / "intent.json").write_text(json.dumps(intent))
         logs = [stack.enter_context((folder / f"{part}.log").open("wb")) for part in ("agents", "coordinator")]
         line = [sys.executable, "-m", "bench.agents", str(folder), str(port), *urls]
@@ -133,6 +139,9 @@ def bare_coordinator(urls: list[str], *, weights: Mapping[str, Any] | None = Non
         ]
         line += ["--token-file", str(folder / "token"), "--intent-file", str(folder / "intent.json")]
         line += ["--record-file", str(folder / "record.json"), "--smg-url", "http://127.0.0.1:9"]
+        if token:
+            (folder / "trainer-token").write_text(token)
+            line += ["--trainer-token-file", str(folder / "trainer-token")]
         second = stack.enter_context(ended(start_child(line, stdout=logs[1], stderr=logs[1])))
         fleet = LocalFleet(f"http://{listen}", urls, [first.pid, second.pid])
         until_serving(fleet)

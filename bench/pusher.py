@@ -1,6 +1,6 @@
 """A trainer in its own process, because it needs torch. It reads a number from each line, and pushes this number of times.
 
-    python -m bench.pusher URL [--model FOLDER] [--reopen 10] [--snapshots FOLDER]
+    python -m bench.pusher URL [--model FOLDER] [--reopen 10] [--snapshots FOLDER] [--token TOKEN]
 
 The answer to a line is a line of JSON, ``[[began, ended], …]`` by the machine's monotonic clock. Each push has other values.
 """
@@ -61,11 +61,12 @@ def main() -> None:
     parser.add_argument("--model", type=Path)
     parser.add_argument("--reopen", type=int, default=0, help="open a new process group after this number of pushes; 0: only if necessary")
     parser.add_argument("--snapshots", type=Path, help="write a snapshot of every push, and wait until it is complete")
+    parser.add_argument("--token", help="token of each call")
     options = parser.parse_args()
     torch.set_num_threads(1)
     tensors, versions = load(options.model), itertools.count(1)
     snapshots = Snapshots(options.snapshots, model=options.model) if options.snapshots else None
-    with connect(options.url, timeout=60, snapshots=snapshots) as fleet:
+    with connect(options.url, timeout=60, snapshots=snapshots, token=options.token) as fleet:
         for line in sys.stdin:
             spans = []
             for _, version in zip(range(int(line)), versions, strict=False):
