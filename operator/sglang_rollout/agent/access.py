@@ -46,17 +46,33 @@ RELAYED = (
 """SGLang's calls that trainers may send to an engine's URL."""
 _CONNECT_SECONDS = 5.0
 _RELAY_SECONDS = 600.0
+_CHECK_SECONDS = 10.0
+"""The coordinator waits up to 3 s for the pod of a new address."""
+BODY_SECONDS = 60.0
+"""Longest time in which a whole body arrives."""
+MAX_RELAYED_BYTES = 64 * 2**20
+"""Bytes of the bodies of all calls at a time: four of the largest size. The agent's container has 1 GiB, and a body is copied twice."""
+_SMALL_BYTES = 4096
+"""A body up to this size is read before the coordinator has decided about its caller, and is not counted: a page of memory a connection."""
 _DISCONNECT_CHECK_SECONDS = 0.5
 """Interval between two checks of the client's connection."""
 _SENT_HEADERS = ("Content-Type", "Origin", "Sec-Fetch-Site")
 """Headers of a call that the coordinator checks."""
-_RELAYED_HEADERS = ("Content-Type", "Retry-After", VERSION_HEADER)
+_RELAYED_HEADERS = ("Content-Type", "Retry-After", "WWW-Authenticate", VERSION_HEADER)
+_CALLER_ALLOWED = frozenset({204, 405})
+"""Answers that allow a caller. A coordinator of an earlier release answers 405, and decides when it gets the call."""
 
 
 def refuse(status: int, message: str, headers: Mapping[str, str] | None = None) -> web.Response:
     """Return a refusal in SGLang's shape. The reason phrase repeats the message, because some clients print nothing else."""
     body = ControlReply(success=False, message=message).model_dump(exclude_none=True)
     return web.json_response(body, status=status, reason=reason_phrase(message), headers=headers)
+
+
+def _close(response: web.Response) -> web.Response:
+    """Let the connection end with this answer, because the body of its request is not read."""
+    response.force_close()
+    return response
 
 
 @web.middleware
@@ -119,11 +135,12 @@ class Relay:
         self._url = url.rstrip("/")
         self._base = f"{self._url}{FLEET_ENGINES}/{quote(engine, safe='')}"
         self._http: aiohttp.ClientSession | None = None
+        self._bytes = 0
+        """Bytes of the bodies that are held, or that may still arrive."""
 
     async def __aenter__(self) -> Self:
-        timeout = aiohttp.ClientTimeout(total=_RELAY_SECONDS, connect=_CONNECT_SECONDS)
         # No limit: an abort must not wait for the call that it unblocks.
-        self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
+        self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -144,8 +161,32 @@ class Relay:
         return relayed
 
     async def _relay(self, request: web.Request) -> web.Response:
+        """Forward a call whose caller is allowed. The body of any other caller is not read."""
+        if not request.body_exists or (request.content_length is not None and request.content_length <= _SMALL_BYTES):
+            return await self._read_and_forward(request)
+        if (request.content_length or 0) > request.client_max_size:
+            raise web.HTTPRequestEntityTooLarge(max_size=request.client_max_size, actual_size=request.content_length or 0)
+        answer = await self._send("GET", request, None, _CHECK_SECONDS)
+        if answer.status not in _CALLER_ALLOWED:
+            return _close(answer)
+        size = request.client_max_size if request.content_length is None else request.content_length
+        if self._bytes + size > MAX_RELAYED_BYTES:
+            message = f"{request.path}: the bodies of other calls fill the memory of this engine's agent. Try again."
+            return _close(refuse(503, message, {"Retry-After": "1"}))
+        self._bytes += size
+        try:
+            return await self._read_and_forward(request)
+        finally:
+            self._bytes -= size
+
+    async def _read_and_forward(self, request: web.Request) -> web.Response:
         """Forward a call. If the client disconnects, close the connection to the coordinator too, which then ends the call."""
-        call = asyncio.create_task(self._forward(request, await request.read()), name=f"relay {request.path}")
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                body = await request.read()
+        except TimeoutError:
+            return _close(refuse(408, f"{request.path}: the body did not arrive within {BODY_SECONDS:g} s."))
+        call = asyncio.create_task(self._send("POST", request, body, _RELAY_SECONDS), name=f"relay {request.path}")
         try:
             while not call.done():
                 await asyncio.wait({call}, timeout=_DISCONNECT_CHECK_SECONDS)
@@ -156,20 +197,26 @@ class Relay:
         finally:
             call.cancel()
 
-    async def _forward(self, request: web.Request, body: bytes) -> web.Response:
+    async def _send(self, method: str, request: web.Request, body: bytes | None, seconds: float) -> web.Response:
+        """Send a call to the coordinator, or with ``GET`` the question whether its caller is allowed."""
         if self._http is None:
             raise RuntimeError("Relay is used outside its 'async with' block")
-        query = request.rel_url.raw_query_string
-        target = f"{self._base}{request.path}{'?' if query else ''}{query}"
-        headers = {name: value for name in _SENT_HEADERS if (value := request.headers.get(name, "")) and value.isascii()}
+        target = f"{self._base}{request.path}"
+        headers = {}
+        if body is not None:
+            query = request.rel_url.raw_query_string
+            target += f"{'?' if query else ''}{query}"
+            headers = {name: value for name in _SENT_HEADERS if (value := request.headers.get(name, "")) and value.isascii()}
         # The gate sets this address. The credential proves that the agent of this engine names it.
         headers[RELAYED_CALLER_HEADER] = request.headers.get(CALLER_HEADER, "")
         if (token := request.headers.get("Authorization", "")) and token.isascii():
             headers[RELAYED_AUTHORIZATION_HEADER] = token
         headers |= self._credentials.header
+        timeout = aiohttp.ClientTimeout(total=seconds, connect=_CONNECT_SECONDS)
         try:
             ssl = self._authorities.context()
-            async with self._http.post(target, data=body, headers=headers, allow_redirects=False, ssl=ssl) as answer:
+            sent = self._http.request(method, target, data=body, headers=headers, allow_redirects=False, ssl=ssl, timeout=timeout)
+            async with sent as answer:
                 kept = {name: answer.headers[name] for name in _RELAYED_HEADERS if name in answer.headers}
                 return web.Response(status=answer.status, reason=answer.reason, body=await answer.read(), headers=kept)
         except aiohttp.ClientConnectorCertificateError as error:
@@ -177,7 +224,9 @@ class Relay:
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):
             return self._unanswered(request, "cannot be reached, and only its coordinator decides about weights and memory. Try again")
         except TimeoutError:
-            result = f"has not answered within {_RELAY_SECONDS:g} s. GET {FLEET} there shows the result of the call"
+            if body is None:
+                return self._unanswered(request, f"has not answered within {seconds:g} s. Try again")
+            result = f"has not answered within {seconds:g} s. GET {FLEET} there shows the result of the call"
             return self._unanswered(request, result, status=504)
         except (aiohttp.ClientError, OSError):
             result = f"broke the connection before it had answered. GET {FLEET} there shows the result of the call"

@@ -14,7 +14,7 @@ from aiohttp import web
 
 from sglang_rollout.coordinator.callers.pods import Caller
 from sglang_rollout.wire.access import CALLER_HEADER, POD_PATHS, PathKind, kind_of_path
-from sglang_rollout.wire.ports import FLEET, FLEET_LEASE
+from sglang_rollout.wire.ports import FLEET, FLEET_ENGINES, FLEET_LEASE
 
 audit = logging.getLogger("sglang_rollout.audit")
 
@@ -32,6 +32,11 @@ MAX_ADDRESS_CHARACTERS = 64
 
 _NOT_AUDITED = frozenset({FLEET, FLEET_LEASE, *POD_PATHS})
 """Control paths that trainers and the router pod call again and again, and that change nothing. Refused calls get a line."""
+
+
+def _is_routine(request: web.Request) -> bool:
+    """Return True if an allowed call gets no line. An agent's question about a caller (GET) precedes the call itself."""
+    return request.path in _NOT_AUDITED or (request.method == "GET" and request.path.startswith(f"{FLEET_ENGINES}/"))
 
 
 class RefusedCalls:
@@ -70,7 +75,7 @@ class AuditLog:
             seconds: Duration.
             version: Label of the version that the fleet serves after the call; None: the answer does not say.
         """
-        if kind_of_path(request.path) is not PathKind.CONTROL or (caller is not None and request.path in _NOT_AUDITED):
+        if kind_of_path(request.path) is not PathKind.CONTROL or (caller is not None and _is_routine(request)):
             return
         address = request.headers.get(CALLER_HEADER, request.remote or "")[:MAX_ADDRESS_CHARACTERS]
         if caller is None and not self._count_refused(address):

@@ -136,6 +136,14 @@ async def call_engine(request: web.Request) -> web.Response:
     return await reply_to(request, AtEngine(engine, parse(dialects.parse(await request.read()))))
 
 
+async def allow_caller(request: web.Request) -> web.Response:
+    """``GET /fleet/engines/{engine}/{call}``: an agent asks whether a trainer may call, before it reads a large body.
+
+    A caller that may not has been refused before.
+    """
+    return web.Response(status=204)
+
+
 async def flush_engine(request: web.Request) -> web.Response:
     """``POST /fleet/engines/{engine}/flush_cache``."""
     await request.read()
@@ -170,4 +178,5 @@ routes = [
     web.post(f"{FLEET_ENGINES}/{{engine}}/flush_cache", flush_engine),
     web.post(f"{FLEET_ENGINES}/{{engine}}/abort_request", abort_request),
     web.post(f"{FLEET_ENGINES}/{{engine}}/{{call}}", call_engine),
+    web.get(f"{FLEET_ENGINES}/{{engine}}/{{call}}", allow_caller, allow_head=False),
 ]

@@ -17,6 +17,7 @@ import pytest
 from aiohttp import web
 from click.testing import CliRunner
 
+from sglang_rollout.agent import access
 from sglang_rollout.agent.access import RELAYED, Relay
 from sglang_rollout.agent.agent import Agent
 from sglang_rollout.agent.app import MAX_BODY, make_app
@@ -52,6 +53,10 @@ class Coordinator:
     """Addresses that the agent names as those of the trainer."""
     tokens: list[str | None] = field(default_factory=list)
     """Authorization of the trainer."""
+    checked: list[str] = field(default_factory=list)
+    """Paths of the questions whether a caller is allowed."""
+    refusal: int = 0
+    """Status of the answer to such a question; 0: the caller is allowed."""
     silent: bool = False
     breaks: bool = False
     left: bool = False
@@ -62,6 +67,11 @@ class Coordinator:
         return f"{'https' if self.tls else 'http'}://127.0.0.1:{self.port}"
 
     async def handle(self, request: web.Request) -> web.Response:
+        if request.method == "GET":
+            self.checked.append(request.path_qs)
+            if self.refusal:
+                return web.json_response({"success": False, "message": "Not you."}, status=self.refusal)
+            return web.Response(status=204)
         self.asked.append((request.method, request.path_qs, await request.read(), request.headers.get("Content-Type")))
         self.pages.append((request.headers.get("Origin"), request.headers.get("Sec-Fetch-Site")))
         assert request.headers["Authorization"] == f"Bearer {TOKEN}", "the agent proves itself"
@@ -249,6 +259,49 @@ async def test_a_body_up_to_the_limit_passes_and_a_larger_body_does_not(lab: Lab
     status, _, said, _ = await lab.ask("/update_weights_from_tensor", data=bytes(MAX_BODY + 1))
     assert (status, "larger than 16 MiB" in said) == (413, True)
     assert len(lab.coordinator.asked) == 1
+
+
+async def test_a_refused_caller_gets_its_answer_before_its_body_arrives(lab: Lab) -> None:
+    lab.coordinator.refusal = 403
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(lab.url.rpartition(":")[2]))
+    writer.write(b"POST /update_weights_from_tensor?a=b HTTP/1.1\r\nHost: x\r\nContent-Length: 16000000\r\n\r\n" + bytes(70_000))
+    async with asyncio.timeout(30):
+        answer = await reader.read()  # to the end: the connection is closed
+    writer.close()
+    assert answer.startswith(b"HTTP/1.1 403 ")
+    assert b"Not you." in answer
+    assert (lab.coordinator.checked, lab.coordinator.asked) == (["/fleet/engines/e0/update_weights_from_tensor"], [])
+
+
+async def test_a_body_that_does_not_arrive_is_refused(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(access, "BODY_SECONDS", 0.3)
+    for length in (100, 16_000_000):
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(lab.url.rpartition(":")[2]))
+        writer.write(f"POST /update_weights_from_tensor HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\nx".encode())
+        async with asyncio.timeout(30):
+            answer = await reader.read()
+        writer.close()
+        assert answer.startswith(b"HTTP/1.1 408 ")
+    assert lab.coordinator.asked == []
+
+
+async def test_bodies_of_all_calls_share_a_budget(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(access, "MAX_RELAYED_BYTES", 3_000_000)
+    lab.coordinator.silent = True
+    call = asyncio.create_task(lab.ask("/update_weights_from_tensor", data=bytes(2_000_000)))
+    await until(lambda: _true(bool(lab.coordinator.asked)), 30, "the coordinator has the first body")
+    status, _, text, reply = await lab.ask("/update_weights_from_tensor", data=bytes(2_000_000))
+    assert (status, reply.headers.get("Retry-After"), "Try again" in text) == (503, "1", True)
+    lab.coordinator.silent = False
+    assert (await lab.ask("/end_weight_update", data=b"{}"))[0] == 409, "a call with a small body passes"
+    call.cancel()
+    await until(lambda: _true(lab.coordinator.left), 30, "the first call ends")
+    assert (await lab.ask("/update_weights_from_tensor", data=bytes(2_000_000)))[0] == 409, "its bytes are free again"
+
+
+async def test_a_router_of_an_earlier_release_is_not_asked_about_callers(lab: Lab) -> None:
+    lab.coordinator.refusal = 405
+    assert (await lab.ask("/update_weights_from_tensor", data=bytes(2_000_000)))[0] == 409
 
 
 @pytest.mark.parametrize(

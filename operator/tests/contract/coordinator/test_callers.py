@@ -53,6 +53,16 @@ async def test_an_agent_names_the_callers_of_its_own_engine_only(lab: Lab, crede
         assert (reply.status == 401) is is_refused, await reply.text()
 
 
+async def test_an_agent_asks_about_a_caller_before_it_reads_the_body(lab: Lab, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "sglang_rollout.audit")
+    agent = ELSEWHERE | KEY.derive("e0").header
+    url = f"{lab.url}{FLEET_ENGINES}/e0/update_weights_from_tensor"
+    for caller, status in (("127.0.0.1", 204), ("192.0.2.9", 401)):
+        async with lab.session.get(url, headers=agent | {RELAYED_CALLER_HEADER: caller}) as reply:
+            assert reply.status == status
+    assert [line["status"] for line in audit_lines(caplog)] == [401], "the call itself gets the line of an allowed caller"
+
+
 async def test_each_control_call_leaves_one_line(lab: Lab, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "sglang_rollout.audit")
     secret = {"model_path": "/secret-path"}
