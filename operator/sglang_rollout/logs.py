@@ -14,6 +14,38 @@ FORMATS = ("text", "json")
 _TEXT = "%(asctime)s %(levelname)-7s %(message)s"
 
 
+_INDENT = "    "
+
+
+def _escape(text: str) -> str:
+    """Return a text without line ends, control characters and other invisible characters."""
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
+class TextFormatter(logging.Formatter):
+    """One line per message, and indented lines after an exception.
+
+    Messages quote trainers, engines and the API server, whose text must not look like a line of its own.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(_TEXT)
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (a method of logging.Formatter)
+        """Return the line of a message."""
+        return _escape(super().formatMessage(record))
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802 (a method of logging.Formatter)
+        """Return the lines of a traceback."""
+        return "\n".join(_INDENT + _escape(line) for line in super().formatException(ei).split("\n"))
+
+    def formatStack(self, stack_info: str) -> str:  # noqa: N802 (a method of logging.Formatter)
+        """Return the lines of a stack."""
+        return "\n".join(_INDENT + _escape(line) for line in stack_info.split("\n"))
+
+
 class JsonFormatter(logging.Formatter):
     """One JSON object per line: ``timestamp``, ``severity``, ``logger``, ``message`` and, after an exception, ``traceback``."""
 
@@ -32,7 +64,7 @@ class JsonFormatter(logging.Formatter):
 
 def make_formatter(log_format: str) -> logging.Formatter:
     """Return the formatter for ``text`` or ``json``."""
-    return JsonFormatter() if log_format == "json" else logging.Formatter(_TEXT)
+    return JsonFormatter() if log_format == "json" else TextFormatter()
 
 
 def configure_logging(level: str = "INFO", log_format: str = "text") -> None:

@@ -7,6 +7,7 @@ also accepts the singular ``{name, dtype, shape}`` of older clients. Unknown fie
 from __future__ import annotations
 
 import json
+import unicodedata
 from collections.abc import Mapping
 from typing import Any
 
@@ -48,6 +49,8 @@ MAX_TENSOR_ROWS = 100
 """Largest ``truncate_size`` of ``/get_weights_by_name``; SGLang's default. All rows of a large tensor do not fit into one answer."""
 MAX_SIZE_DIGITS = 6
 """Digits of an engine's tensor parallel size. Python refuses to parse thousands of digits."""
+_LINE_BREAKING = frozenset({"Cc", "Zl", "Zp"})
+"""Unicode categories of control characters, and of separators of lines and paragraphs."""
 Fields = Mapping[str, Any]
 
 
@@ -93,11 +96,13 @@ def begin(body: Fields) -> Begin:
     if "signed" not in body:
         return Begin(forwarded)
     try:
-        return Begin(forwarded, SignedVersion.model_validate(body["signed"]))
+        signed = SignedVersion.model_validate(body["signed"])
     except ValidationError as error:
         problem = error.errors()[0]
         where = ".".join(map(str, ("signed", *problem["loc"])))
         raise RefusedError(f"{where}: {problem['msg']}.") from None
+    _label(signed.label, "signed.label")
+    return Begin(forwarded, signed)
 
 
 def end(body: Fields) -> End:
@@ -291,4 +296,7 @@ def _label(value: object, key: str) -> str | None:
     label = str(value)
     if len(label) > MAX_LABEL_CHARACTERS:
         raise RefusedError(f"{key} is {len(label)} characters long: use at most {MAX_LABEL_CHARACTERS}.")
+    # Logs, headers and status show labels, and readers of these split them into lines.
+    if any(unicodedata.category(character) in _LINE_BREAKING for character in label):
+        raise RefusedError(f"{key} {quote_value(label)} contains a control character, for example a line end: use printable characters.")
     return label

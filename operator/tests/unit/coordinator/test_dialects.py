@@ -223,3 +223,16 @@ def test_a_reason_phrase_is_one_short_printable_line(message: str) -> None:
     assert len(phrase) <= 200
     assert phrase.encode("latin-1").decode("latin-1").isprintable() or not phrase
     assert "\n" not in phrase
+
+
+@pytest.mark.parametrize("label", ["7\n2026-11-23 INFO forged", "a\r", "a\x1b[2K", "a\x85", "a\u2028", "\x7f"])
+def test_labels_with_control_characters_are_refused(label: str) -> None:
+    signed = {"uid": "u", "run": 1, "step": 7, "label": label, "key": "0" * 16, "signature": "AA=="}
+    for parser, body in (
+        (dialects.set_label, {"new_version": label}),
+        (dialects.from_disk, {"model_path": "/ckpt", "weight_version": label}),
+        (dialects.begin, {"signed": signed}),
+    ):
+        with pytest.raises(RefusedError, match="control character"):
+            parser(body)
+    assert dialects.set_label({"new_version": "Schritt é 政策 🚀"}) == SetLabel("Schritt é 政策 🚀")
