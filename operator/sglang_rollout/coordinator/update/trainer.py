@@ -99,12 +99,15 @@ class Trainer:
 
 
 def trainer_stores(fleet: Fleet) -> list[str]:
-    """Return the stores (HOST:PORT) of the trainers that an update, a pause or the lease depends on."""
+    """Return the stores (HOST:PORT) on which an update, a pause or the lease of the holder depends.
+
+    The store of another trainer says nothing about the holder. A process group of an old record has no author.
+    """
     if fleet.transaction.joining is not None:
         return [fleet.transaction.joining]
     is_paused = fleet.pause is not None and fleet.pause.cause is not Cause.TRAINER_LOST
     if fleet.update is not None or is_paused or (fleet.policy.trainer_lease.on_loss is OnLoss.PAUSE and fleet.pause is None):
-        return list(dict.fromkeys(group.master for group in fleet.groups.values()))
+        return list(dict.fromkeys(group.master for group in fleet.groups.values() if group.author in {"", fleet.holder}))
     return []
 
 

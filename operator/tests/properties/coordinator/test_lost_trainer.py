@@ -337,3 +337,24 @@ def test_a_trainer_that_opens_its_group_at_the_address_of_a_dead_one_is_noticed_
     world.complete(probe(world), broken=ALL)
     world.drain()
     assert world.machine.fleet.pause is None
+
+
+@pytest.mark.parametrize("request_", [rq.Begin(), rq.Pause("retract", {})])
+def test_the_store_of_another_trainer_keeps_no_lease_of_a_dead_holder(request_: rq.Request) -> None:
+    world = World([1, 1])
+    world.sync_all()
+    body = {"master_port": 7, "rank_offset": 1, "world_size": world.machine.fleet.table.world_size}
+    assert world.do(rq.OpenGroup({**body, "group_name": "a", "master_address": "10.0.0.1"}), "ml/Job/anne").success
+    world.tick(600)
+    world.drain()
+    assert world.do(rq.OpenGroup({**body, "group_name": "b", "master_address": "10.0.0.2"}), "ml/Job/ben").success
+    assert world.do(request_, "ml/Job/ben").success
+    world.tick(21)
+    index = probe(world)
+    effect = world.pending[index]
+    assert isinstance(effect, ev.Send)
+    assert {body["host"] for body in effect.bodies.values()} == {"10.0.0.2"}
+    world.complete(index, broken=ALL)
+    world.drain()
+    assert (world.machine.fleet.update, world.machine.fleet.pause) == (None, None)
+    assert not probing(world)
