@@ -48,6 +48,15 @@ class Caller:
         return f"{self.namespace}/{self.owner}" if self.namespace else self.owner
 
 
+def is_pods(caller: str) -> bool:
+    """Return True if a caller is the pods of one owner.
+
+    Args:
+        caller: Name of the caller (``str(Caller)``).
+    """
+    return caller.count("/") == _SLASHES_OF_PODS
+
+
 @dataclass(frozen=True, slots=True)
 class Pod:
     """What the decision needs of a pod."""
@@ -252,8 +261,11 @@ class PodTable:
         Args:
             caller: Name of the caller (``str(Caller)``).
         """
-        is_pods = caller.count("/") == _SLASHES_OF_PODS
-        return is_pods and self.is_current and all(str(pod.caller) != caller or pod.ends_at <= self._now() for pod in self._pods.values())
+        return (
+            is_pods(caller)
+            and self.is_current
+            and all(str(pod.caller) != caller or pod.ends_at <= self._now() for pod in self._pods.values())
+        )
 
     def find(self, uid: str | None) -> Pod | None:
         """Return the live pod with a UID."""

@@ -9,13 +9,18 @@ update first, and all other calls are refused. If the holder has no pods any mor
 author of the open update.
 
 Unmodified trainers send no heartbeat, so the lease of an idle trainer expires between its pushes. The trainer loses nothing by that: while
-no other trainer has an update or a pause, the trainer of an open process group is always allowed.
+no other trainer has an update, a pause or memory, the trainer of an open process group is always allowed.
+
+A trainer that has the memory of engines computes in it, possibly for many minutes without a call. Engines that took the memory back would
+end it. So its lease lasts while its pods live, and for ``weights.deadlines.totalSeconds`` if it is no pod.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+from sglang_rollout.coordinator.callers.pods import is_pods
 from sglang_rollout.coordinator.update import requests as rq
 from sglang_rollout.coordinator.update.interruption import Cause
 from sglang_rollout.coordinator.update.model import Fleet
@@ -35,17 +40,20 @@ def is_holder(fleet: Fleet, caller: str) -> bool:
 
 
 def seconds_left(fleet: Fleet, trainer: Trainer) -> float:
-    """Return the seconds after which the lease of the holder expires if nothing is heard of it; 0 if it has expired.
+    """Return the seconds after which the lease of the holder expires without a call or heartbeat of the holder; 0 if it has expired.
 
-    A holder without pods has no lease.
+    Infinite for pods that have the memory of engines. A holder without pods has no lease.
     """
     if _is_holder_gone(fleet):
         return 0.0
+    if fleet.has_trainer_memory and is_pods(fleet.holder):
+        return math.inf
     if trainer.holder_waits:
         return float(fleet.policy.trainer_lease.ttl_seconds)
     if not _is_anything_open(fleet):
         return 0.0
-    return max(0.0, max(trainer.renewed, fleet.held_since) + fleet.policy.trainer_lease.ttl_seconds - fleet.now)
+    ttl = fleet.policy.deadlines.total_seconds if fleet.has_trainer_memory else fleet.policy.trainer_lease.ttl_seconds
+    return max(0.0, max(trainer.renewed, fleet.held_since) + ttl - fleet.now)
 
 
 def is_of_trainer(fleet: Fleet, request: rq.Request, caller: str) -> bool:
@@ -63,10 +71,17 @@ def find_refusal(fleet: Fleet, trainer: Trainer, request: rq.Request, caller: st
         return None
     if left <= 0 and (fleet.update is None or isinstance(call, _BEGINNING) or _is_holder_gone(fleet)):
         return None
-    details: dict[str, Any] = {"holder": fleet.holder, "expires_in": round(left, 1)}
+    details: dict[str, Any] = {"holder": fleet.holder}
+    if left < math.inf:
+        details["expires_in"] = round(left, 1)
     take_over = f'take the fleet over with POST {FLEET_CLAIM} {{"take_over": true}}.'
     if left <= 0:
         message = f"The open update belongs to another trainer: {fleet.holder}. Begin another update, or {take_over}"
+    elif left == math.inf:
+        message = (
+            f"Another trainer holds this fleet: {fleet.holder}. It has memory of the engines, and so holds the fleet while its pods live."
+            f" Wait until it has resumed the memory, or {take_over}"
+        )
     else:
         message = (
             f"Another trainer holds this fleet: {fleet.holder}. Its lease expires in {left:.0f} s, unless it calls (weights.trainerLease)."
@@ -84,10 +99,10 @@ def _is_anything_open(fleet: Fleet) -> bool:
 
 
 def _is_busy(fleet: Fleet) -> bool:
-    """Return True if a trainer has an open update or a pause."""
-    return fleet.update is not None or (fleet.pause is not None and fleet.pause.cause is Cause.TRAINER)
+    """Return True if a trainer has an open update, a pause or memory of the engines."""
+    return fleet.update is not None or fleet.has_trainer_memory or (fleet.pause is not None and fleet.pause.cause is Cause.TRAINER)
 
 
 def _may_return(fleet: Fleet, caller: str) -> bool:
-    """Return True for the trainer of an open process group while no other trainer has an update or a pause."""
+    """Return True for the trainer of an open process group while no other trainer has an update, a pause or memory."""
     return not _is_busy(fleet) and any(group.author == caller for group in fleet.groups.values())

@@ -162,6 +162,13 @@ class Fleet:
         """Why no engine generates until the spec or a co-located trainer changes that; empty if nothing does."""
         return self.interruptions.why_not_generating(self.engines)
 
+    @property
+    def has_trainer_memory(self) -> bool:
+        """True while engines have released memory for a trainer, and not only for ``spec.state``."""
+        if self.mode is not None:
+            return any(self.interruptions.trainer_memory(name) for name in self.engines)
+        return self.applied_state is not FleetState.ASLEEP and any(engine.released for engine in self.engines.values())
+
     def hold(self) -> None:
         """Make the caller of the current operation the holder: it has opened something, or claimed the fleet."""
         self.holder, self.held_since = self.caller or self.holder, self.now

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from sglang_rollout.coordinator.update import events as ev
 from sglang_rollout.coordinator.update import requests as rq
 from sglang_rollout.coordinator.update.lease import seconds_left
+from sglang_rollout.wire.states import FleetMode
 from tests.properties.support.coordinator_world import World, group_body
 
 ANNE, BEN = "ml/Job/anne", "ml/Job/ben"
@@ -169,6 +170,89 @@ def test_a_commit_names_its_author() -> None:
     assert record is not None
     assert record.last_update is not None
     assert record.last_update.author == ANNE
+
+
+def make_shared(mode: FleetMode) -> World:
+    """Two engines on the GPUs of Anne, who has all of their memory again after it was with the engines."""
+    world = World([1, 1])
+    world.mode = mode
+    world.send_intent()
+    world.settle()
+    assert world.do(rq.ResumeMemory(()), BEN).success, "nobody holds a new fleet"
+    assert world.machine.fleet.holder == ""
+    assert world.do(rq.ReleaseMemory(()), ANNE).success
+    assert world.machine.fleet.holder == ANNE
+    return world
+
+
+def make_asleep() -> World:
+    """Two engines with GPUs of their own, whose memory Anne has released."""
+    world = World([1, 1])
+    world.sync_all()
+    assert world.do(rq.ReleaseMemory(()), ANNE).success
+    return world
+
+
+MAKERS = {
+    "Colocated": lambda: make_shared(FleetMode.COLOCATED),
+    "Hybrid": lambda: make_shared(FleetMode.HYBRID),
+    "Standalone": make_asleep,
+}
+
+
+@pytest.mark.parametrize("mode", MAKERS)
+def test_released_memory_is_the_holders_while_its_pods_live(mode: str) -> None:
+    world = MAKERS[mode]()
+    for _ in range(2):
+        for _ in range(10):
+            world.tick(600)
+            world.sync_all()
+        refused = world.do(rq.ResumeMemory(()), BEN)
+        assert refused.status == 409, refused
+        assert "while its pods live" in refused.message
+        assert "expires_in" not in refused.fleet
+        world.start()
+        world.settle()
+    world.gone = ANNE
+    assert world.do(rq.ResumeMemory(()), BEN).success
+
+
+@pytest.mark.parametrize("mode", MAKERS)
+def test_memory_that_is_back_holds_no_fleet(mode: str) -> None:
+    world = MAKERS[mode]()
+    assert world.do(rq.ResumeMemory(()), ANNE).success
+    world.settle()
+    assert world.do(rq.ReleaseMemory(()), BEN).success
+    assert world.machine.fleet.holder == BEN
+
+
+def test_memory_that_is_released_at_one_engine_holds_the_fleet() -> None:
+    world = make_shared(FleetMode.COLOCATED)
+    assert world.do(rq.AtEngine("e0", rq.ResumeMemory(())), ANNE).success
+    world.settle()
+    world.tick(600)
+    assert world.do(rq.AtEngine("e1", rq.ResumeMemory(())), BEN).status == 409
+
+
+def test_a_holder_that_is_no_pod_keeps_released_memory_for_the_longest_time_of_a_step() -> None:
+    world = World([1, 1])
+    world.sync_all()
+    assert world.do(rq.ReleaseMemory(()), "10.0.0.9").success
+    world.tick(1700)
+    refused = world.do(rq.ResumeMemory(()), BEN)
+    assert (refused.status, round(refused.fleet["expires_in"])) == (409, 100)
+    world.tick(200)
+    assert world.do(rq.ResumeMemory(()), BEN).success
+
+
+def test_the_trainer_of_another_group_does_not_return_while_memory_is_released() -> None:
+    world = make()
+    world.tick(600)
+    world.drain()
+    assert world.do(rq.ReleaseMemory(()), BEN).success
+    assert world.do(rq.ResumeMemory(()), ANNE).status == 409
+    assert world.do(rq.Claim(take_over=True), ANNE).success
+    assert world.do(rq.ResumeMemory(()), ANNE).success
 
 
 OPENING = [rq.Begin(), rq.Pause("retract"), rq.Claim()]
