@@ -6,6 +6,7 @@ The table never forgets an address because the watch fails: known pods stay know
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -25,6 +26,12 @@ _LWS_NAME = "leaderworkerset.sigs.k8s.io/name"
 _JOBSET_NAME = "jobset.sigs.k8s.io/jobset-name"
 _KUBEFLOW_NAME = "training.kubeflow.org/job-name"
 _TEMPLATE_HASH = "pod-template-hash"
+_KIND = re.compile(r"[A-Z][A-Za-z0-9]{0,62}")
+_NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
+"""A DNS subdomain, as most objects of Kubernetes are named."""
+_MAX_NAME_CHARACTERS = 253
+MAX_OWNER_CHARACTERS = 63 + 1 + _MAX_NAME_CHARACTERS
+"""Longest ``Kind/name``. Record, status and audit log name owners."""
 _SLASHES_OF_PODS = 2
 """Slashes in the name of a caller that is pods: ``namespace/Kind/name``. Addresses and tokens have none."""
 
@@ -129,23 +136,33 @@ def _find_end(metadata: Mapping[str, Any]) -> float:
 def find_owner(metadata: Mapping[str, Any]) -> str:
     """Return ``Kind/name`` of the object that a pod belongs to: its controller, or the object that created several controllers.
 
+    The user who creates a pod chooses its owner references and labels, and the API server hardly checks them. If they name no possible
+    object, the pod belongs to itself.
+
     Args:
         metadata: Metadata of the pod.
     """
+    kind, name = _read_owner(metadata)
+    is_possible = _KIND.fullmatch(kind) and len(name) <= _MAX_NAME_CHARACTERS and _NAME.fullmatch(name)
+    return f"{kind}/{name}" if is_possible else f"Pod/{metadata['name']}"
+
+
+def _read_owner(metadata: Mapping[str, Any]) -> tuple[str, str]:
+    """Return kind and name of the owner as the pod's metadata give them."""
     labels = metadata.get("labels") or {}
     kind, name = next(
-        ((owner["kind"], owner["name"]) for owner in metadata.get("ownerReferences") or [] if owner.get("controller")),
-        ("Pod", metadata["name"]),
+        ((str(owner["kind"]), str(owner["name"])) for owner in metadata.get("ownerReferences") or [] if owner.get("controller")),
+        ("Pod", str(metadata["name"])),
     )
     if _LWS_NAME in labels:  # the leaders, and the workers of each group, have StatefulSets of their own
-        return f"LeaderWorkerSet/{labels[_LWS_NAME]}"
+        return "LeaderWorkerSet", labels[_LWS_NAME]
     if kind == "Job" and _JOBSET_NAME in labels:
-        return f"JobSet/{labels[_JOBSET_NAME]}"
+        return "JobSet", labels[_JOBSET_NAME]
     if kind == "Job" and _KUBEFLOW_NAME in labels:  # the launcher; the MPIJob itself controls the workers
-        return f"MPIJob/{labels[_KUBEFLOW_NAME]}"
+        return "MPIJob", labels[_KUBEFLOW_NAME]
     if kind == "ReplicaSet" and _TEMPLATE_HASH in labels:
-        return f"Deployment/{name.removesuffix(f'-{labels[_TEMPLATE_HASH]}')}"
-    return f"{kind}/{name}"
+        return "Deployment", name.removesuffix(f"-{labels[_TEMPLATE_HASH]}")
+    return kind, name
 
 
 @dataclass

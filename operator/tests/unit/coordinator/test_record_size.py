@@ -6,6 +6,7 @@ import json
 
 from sglang_rollout.api.intent import WantedEngine
 from sglang_rollout.coordinator.agent_replies import MAX_MESSAGE_CHARACTERS
+from sglang_rollout.coordinator.callers.pods import MAX_OWNER_CHARACTERS
 from sglang_rollout.coordinator.update.adapters import MAX_ADAPTERS_CHARACTERS, MAX_REASONS_CHARACTERS, ROW_CHARACTERS, rows
 from sglang_rollout.coordinator.update.engine import Engine
 from sglang_rollout.coordinator.update.model import Fleet
@@ -39,6 +40,8 @@ CHECKSUM = "0" * 64
 """As long as a rank's checksum, a SHA-256."""
 STEP = Version(run=3, step=12345, label="step-12345")
 NOTE = "x" * MAX_MESSAGE_CHARACTERS
+LONGEST_AUTHOR = f"{'n' * 63}/{'o' * MAX_OWNER_CHARACTERS}"
+"""As long as a namespace and the longest owner of a pod."""
 
 
 def group(number: int) -> GroupRow:
@@ -83,11 +86,11 @@ def test_the_record_of_500_engines_fits_a_third_of_a_configmap() -> None:
 def test_the_largest_record_fits_a_configmap() -> None:
     announced = AnnouncedTensors(f"model.layers.{number}.weight" for number in range(100_000))
     fleet = Fleet("demo", 7, weights=Committed(version=STEP, announced=announced))
-    update = Update({}, 0.0, author="a" * 400, bytes=2**53, reason=UpdateReason.VERIFICATION_FAILED)
+    update = Update({}, 0.0, author=LONGEST_AUTHOR, bytes=2**53, reason=UpdateReason.VERIFICATION_FAILED)
     for _ in range(2 * MAX_RECENT_UPDATES):
         longest = STEP.model_copy(update={"label": "€" * MAX_LABEL_CHARACTERS})
         fleet.transaction.end(summarize_update(fleet, longest, UpdateOutcome.PARTIAL, update, "€" * 1_000_000, engines=NAMES))
-    fleet.holder = "a" * 400
+    fleet.holder = LONGEST_AUTHOR
     oldest = STEP.model_copy(update={"label": "s" * MAX_LABEL_CHARACTERS})
     for name in NAMES:
         engine = fleet.engines[name.ljust(63, "x")] = Engine(WantedEngine(name=name.ljust(63, "x")), note=NOTE, misses=0)
@@ -96,7 +99,7 @@ def test_the_largest_record_fits_a_configmap() -> None:
         )
     boots = dict.fromkeys(fleet.engines, BOOT)
     for number in range(MAX_GROUPS):
-        fleet.groups[str(number)] = Group("g" * MAX_GROUP_NAME_CHARACTERS, 99, 4001, "h" * 253 + ":54321", "nccl", boots)
+        fleet.groups[str(number)] = Group("g" * MAX_GROUP_NAME_CHARACTERS, 99, 4001, "h" * 253 + ":54321", "nccl", boots, LONGEST_AUTHOR)
     fleet.adapters.of_trainers = {adapter: Adapter(name=adapter, path="/lora/x", pinned=True) for adapter in map(str, range(640))}
     loaded = fleet.adapters.of_trainers.values()
     assert sum(len(json.dumps([a.name, a.path])) + ROW_CHARACTERS for a in loaded) > 0.99 * MAX_ADAPTERS_CHARACTERS

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sglang_rollout.coordinator.callers.pods import parse_pod
+from sglang_rollout.coordinator.callers.pods import MAX_OWNER_CHARACTERS, parse_pod
 from tests.support.pods import make_pod
 
 HASH = {"pod-template-hash": "7d9c8f"}
@@ -57,3 +57,30 @@ def test_pods_of_two_trainers_are_two_callers(pods: list[tuple[str, dict[str, An
 
 def test_a_caller_is_shown_by_namespace_and_owner() -> None:
     assert callers([("a", {"owner": "Job/train"})]) == {"ml/Job/train"}
+
+
+@pytest.mark.parametrize(
+    "owner",
+    [
+        "Job/train\n2026-11-23 INFO forged", "Job/a/b", f"Job/{'a' * 254}", "Job/Train", "Job/-train", "Job/", "job/train", "J b/train",
+        f"{'J' * 64}/train", "Jöb/train", "Job/a..b",
+    ],
+)  # fmt: skip
+def test_an_owner_that_no_kubernetes_object_can_be_is_ignored(owner: str) -> None:
+    pod = make_pod("a")
+    kind, _, name = owner.partition("/")
+    pod["metadata"]["ownerReferences"] = [{"kind": kind, "name": name, "controller": True}]
+    parsed = parse_pod(pod)
+    assert parsed is not None
+    assert str(parsed.caller) == "ml/Pod/a"
+
+
+@pytest.mark.parametrize("labels", [{next(iter(LWS)): "Train"}, {next(iter(LWS)): ""}])
+def test_a_label_that_no_kubernetes_object_can_have_as_its_name_is_ignored(labels: dict[str, str]) -> None:
+    assert callers([("a", {"owner": "StatefulSet/train", "labels": labels})]) == {"ml/Pod/a"}
+
+
+def test_the_longest_owner_is_accepted() -> None:
+    kind, name = "K" + "k" * 62, ".".join(["n" * 63] * 3 + ["n" * 61])
+    assert len(f"{kind}/{name}") == MAX_OWNER_CHARACTERS
+    assert callers([("a", {"owner": f"{kind}/{name}"})]) == {f"ml/{kind}/{name}"}
