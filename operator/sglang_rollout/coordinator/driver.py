@@ -177,14 +177,23 @@ class Driver:
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._waiting[call] = future
         try:
-            holder = self._machine.fleet.holder
-            self.feed(Asked(call, request, time.monotonic(), caller, holder if self._is_gone(holder) else ""))
+            self.feed(Asked(call, request, time.monotonic(), caller, self._find_gone(self._machine)))
             return await future
         except asyncio.CancelledError:
             self.feed(Left(call, time.monotonic()))
             raise
         finally:
             self._waiting.pop(call, None)
+
+    def refuse_other_trainer(self, caller: str) -> None:
+        """Raise RefusedError for a call beside the queue of operations, while another trainer than the caller holds the fleet."""
+        if self._machine is not None:
+            self._machine.refuse_other_trainer(caller, self._find_gone(self._machine), time.monotonic())
+
+    def _find_gone(self, machine: Machine) -> str:
+        """Return the holder of the fleet, if it has no pods any more; otherwise an empty text."""
+        holder = machine.fleet.holder
+        return holder if self._is_gone(holder) else ""
 
     def note_heartbeat(self) -> None:
         """Record a heartbeat of the trainer."""

@@ -82,10 +82,12 @@ async def lease(request: web.Request) -> web.Response:
 async def abort_request(request: web.Request) -> web.Response:
     """``/abort_request`` on all engines, or on the engine that the path names.
 
-    An abort is not queued behind other operations, because it must work while an update waits for running requests.
+    An abort is not queued behind other operations, because it must work while an update waits for running requests. As all calls that
+    change what engines do, it is refused while another trainer holds the fleet.
     """
     body = dialects.parse(await request.read())
     parts = request.app[PARTS]
+    parts.driver.refuse_other_trainer(str(request[CALLER]))
     engine = request.match_info.get("engine")
     names = [name for name in parts.machine.fleet.up() if engine is None or name == engine]
     send = Send(ControlCall.ABORT_REQUEST.path, dict.fromkeys(names, body), ABORT_DEADLINE_SECONDS)

@@ -62,8 +62,15 @@ def is_of_trainer(fleet: Fleet, request: rq.Request, caller: str) -> bool:
     return is_holder(fleet, caller) or isinstance(call, _OPENING) or not _is_anything_open(fleet)
 
 
-def find_refusal(fleet: Fleet, trainer: Trainer, request: rq.Request, caller: str) -> RefusedError | None:
-    """Return the refusal of a call while another trainer holds the fleet; None if the call is allowed."""
+def find_refusal(fleet: Fleet, trainer: Trainer, request: rq.Request | None, caller: str) -> RefusedError | None:
+    """Return the refusal of a call while another trainer holds the fleet; None if the call is allowed.
+
+    Args:
+        fleet: The fleet.
+        trainer: What is known about the trainer.
+        request: The call; None: a call that opens nothing and that no operation answers.
+        caller: Who calls.
+    """
     left = seconds_left(fleet, trainer)
     call = request.call if isinstance(request, rq.AtEngine) else request
     takes_over = isinstance(call, rq.Claim) and call.take_over

@@ -101,6 +101,19 @@ class Machine:
         """True while an operation holds the turn."""
         return self._turn is not None
 
+    def refuse_other_trainer(self, caller: str, gone: str, at: float) -> None:
+        """Raise RefusedError for a call beside the queue of operations, while another trainer holds the fleet.
+
+        Args:
+            caller: Who calls.
+            gone: The holder of the fleet, if it has no pods any more.
+            at: The time.
+        """
+        self.fleet.now, self.fleet.gone = max(self.fleet.now, at), gone
+        refusal = find_refusal(self.fleet, self._trainer, None, caller)
+        if refusal is not None:
+            raise refusal
+
     def handle(self, event: Event) -> list[Effect]:
         """Take one event. Returns the effects to carry out now, in order."""
         self.fleet.now = max(self.fleet.now, event.at)

@@ -43,20 +43,42 @@ async def test_the_answer_to_a_heartbeat_has_the_state_of_the_group(lab: Lab) ->
     assert (after["group_open"], after["epoch"] > body["epoch"]) == (False, True)
 
 
-async def test_a_heartbeat_of_another_caller_is_refused(lab: Lab) -> None:
-    elsewhere = {CALLER_HEADER: "192.0.2.7"}
+ELSEWHERE = {CALLER_HEADER: "192.0.2.7"}
+
+
+async def admit_everyone(lab: Lab) -> None:
     lab.security = Security(control=ControlAccess.OPEN)
     lab.write_intent()
 
     async def is_open() -> bool:
-        async with lab.session.get(lab.url + FLEET, headers=elsewhere) as reply:
+        async with lab.session.get(lab.url + FLEET, headers=ELSEWHERE) as reply:
             return reply.status == 200
 
     await until(is_open, 30, "everyone may call")
+
+
+async def test_a_heartbeat_of_another_caller_is_refused(lab: Lab) -> None:
+    await admit_everyone(lab)
     await push(lab, "g", 1)
-    async with lab.session.post(lab.url + FLEET_LEASE, json={"group_name": "g"}, headers=elsewhere) as reply:
+    async with lab.session.post(lab.url + FLEET_LEASE, json={"group_name": "g"}, headers=ELSEWHERE) as reply:
         assert (reply.status, "another trainer holds this fleet: 127.0.0.1" in await reply.text()) == (403, True)
     assert (await lab.post(FLEET_LEASE, {"group_name": "g"}))[0] == 200
+
+
+async def test_requests_are_not_aborted_by_a_trainer_that_does_not_hold_the_fleet(lab: Lab) -> None:
+    await admit_everyone(lab)
+    await push(lab, "g", 1)
+    abort = {"abort_all": True}
+    async with lab.session.post(f"{lab.url}/abort_request", json=abort, headers=ELSEWHERE) as reply:
+        body = await reply.json()
+        assert (reply.status, body["fleet"]["holder"]) == (409, "127.0.0.1")
+        assert "Another trainer holds this fleet" in body["message"]
+    assert not any(agent.bodies_of("/abort_request") for agent in lab.agents)
+    assert (await lab.post("/abort_request", abort))[0] == 200
+    assert (await lab.post("/destroy_weights_update_group", {"group_name": "g"}))[0] == 200
+    async with lab.session.post(f"{lab.url}/abort_request", json=abort, headers=ELSEWHERE) as reply:
+        assert reply.status == 200, "nothing is open"
+    assert [len(agent.bodies_of("/abort_request")) for agent in lab.agents] == [2, 2]
 
 
 async def test_a_requested_run_begins_with_the_next_push(lab: Lab) -> None:
