@@ -21,6 +21,10 @@ LEEWAY_SECONDS = 60
 _CLAIMS = ("exp", "nbf", "iss", "aud", "sub")
 _SUBJECT = "system:serviceaccount:"
 _KUBERNETES = "kubernetes.io"
+_UNBOUND_CLAIMS = frozenset({"namespace", "serviceaccount", "warnafter"})
+"""Claims of a token that is bound to no object. A token with another claim may be bound to an object whose end nobody notices."""
+_CLAIMS_OF_PODS = _UNBOUND_CLAIMS | {"pod", "node"}
+"""Claims of a token that is bound to a pod. Since Kubernetes 1.30 it names the pod's node."""
 
 
 class TokenFile:
@@ -122,6 +126,7 @@ def _parse_claims(claims: dict[str, Any]) -> AccountToken | BadToken:
     if not str(claims["sub"]).startswith(_SUBJECT) or not name or not isinstance(bound, dict):
         return BadToken("it belongs to no ServiceAccount")
     pod = bound.get("pod")
-    if "secret" in bound or not (pod is None or (isinstance(pod, dict) and pod.get("uid"))):
+    is_bound_to_pod = isinstance(pod, dict) and bool(pod.get("uid"))
+    if bound.keys() - (_CLAIMS_OF_PODS if is_bound_to_pod else _UNBOUND_CLAIMS):
         return BadToken("it is bound to an object that is no pod")
-    return AccountToken(namespace, name, pod_uid=str(pod["uid"]) if pod is not None else None)
+    return AccountToken(namespace, name, pod_uid=str(pod["uid"]) if isinstance(pod, dict) else None)

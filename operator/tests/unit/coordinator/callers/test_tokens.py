@@ -51,6 +51,10 @@ def unsigned(header: dict[str, Any], claims: dict[str, Any], signature: bytes = 
 def test_a_token_identifies_account_and_pod(key: Key) -> None:
     assert read(sign(key)) == TRAINER
     assert read(sign(key, pod=None)) == AccountToken("ml", "trainer")
+    account = {"namespace": "ml", "serviceaccount": {"name": "trainer", "uid": "s"}, "warnafter": 1}
+    assert read(sign(key, **{"kubernetes.io": account})) == AccountToken("ml", "trainer")
+    pod = {"pod": {"name": "train-0", "uid": "ml-train-0"}, "node": {"name": "n", "uid": "u"}}
+    assert read(sign(key, **{"kubernetes.io": account | pod})) == TRAINER, "since Kubernetes 1.30 such a token names its node, too"
 
 
 @pytest.mark.parametrize("key", [EC, RSA], ids=["ES256", "RS256"])
@@ -111,6 +115,8 @@ def test_a_changed_claim_breaks_the_signature() -> None:
         {"kubernetes.io": {"pod": []}},
         {"kubernetes.io": {"pod": {}}},
         {"kubernetes.io": {"secret": {"name": "s", "uid": "u"}}},
+        {"kubernetes.io": {"node": {"name": "n", "uid": "u"}}},
+        {"kubernetes.io": {"something-new": {"name": "n", "uid": "u"}}},
     ],
 )
 def test_a_valid_token_that_identifies_no_live_object_is_refused(claims: dict[str, Any]) -> None:
