@@ -21,6 +21,8 @@ ENDED_AFTER_SECONDS = 30.0
 """A deleted pod counts for this time after its grace period. The kubelet ends it earlier, but a lost node reports nothing."""
 SILENT_SECONDS = 90.0
 """A working watch reports something every minute. After this silence an address may belong to another pod."""
+MAX_PAST_ADDRESSES = 65_536
+"""Addresses of pods that are gone, of which the oldest are forgotten: as many as the pods of a large cluster have."""
 _ENDED = ("Succeeded", "Failed")
 _LWS_NAME = "leaderworkerset.sigs.k8s.io/name"
 _JOBSET_NAME = "jobset.sigs.k8s.io/jobset-name"
@@ -200,6 +202,8 @@ class PodTable:
         self._by_address: dict[str, set[str]] = {}
         self._by_secret: dict[str, set[str]] = {}
         self._namespaces: dict[str, Mapping[str, str]] = {}
+        self._past_addresses: dict[str, str] = {}
+        """Namespaces of pods that are gone, by their addresses, the oldest first."""
         self.own = Feed(namespace, is_own=True)
         self.others: Feed | None = None
         """Watch of the pods of all other namespaces; None: they are no callers."""
@@ -214,9 +218,19 @@ class PodTable:
         """True if the coordinator lacks the right to watch pods or namespaces of the cluster, which may be callers."""
         return self.others is not None and bool(self.others.forbidden)
 
-    def is_silent(self, pod: Pod) -> bool:
-        """Return True if the watch of a pod has reported nothing for so long that another pod may have its address."""
-        feed = self.own if pod.namespace == self.own.namespace else self.others
+    def is_silent_at(self, address: str) -> bool:
+        """Return True if an address belongs or belonged to a pod, and the watch of this pod has been silent.
+
+        Another pod may have the address now. An address that no pod has had is one of a node, or outside of the cluster.
+        """
+        namespaces = {self._pods[uid].namespace for uid in self._by_address.get(address, ())}
+        if not namespaces and address in self._past_addresses:
+            namespaces = {self._past_addresses[address]}
+        return any(self._is_silent(namespace) for namespace in namespaces)
+
+    def _is_silent(self, namespace: str) -> bool:
+        """Return True if the watch of the pods of a namespace has reported nothing for so long that pods may have changed."""
+        feed = self.own if namespace == self.own.namespace else self.others
         return feed is None or self._now() - feed.heard_at > SILENT_SECONDS
 
     def replace(self, feed: Feed, pods: Iterable[Mapping[str, Any]]) -> None:
@@ -262,6 +276,7 @@ class PodTable:
             self.replace(self.others, ())
         self.others = None
         self._namespaces = {}
+        self._past_addresses = {found: namespace for found, namespace in self._past_addresses.items() if namespace == self.own.namespace}
 
     def set_namespaces(self, labels: Mapping[str, Mapping[str, str]]) -> None:
         """Take the labels of all namespaces."""
@@ -311,6 +326,11 @@ class PodTable:
         if pod is not None:
             _drop(self._by_address, pod.addresses, uid)
             _drop(self._by_secret, pod.secrets, uid)
+            for address in pod.addresses:
+                self._past_addresses.pop(address, None)
+                self._past_addresses[address] = pod.namespace
+            while len(self._past_addresses) > MAX_PAST_ADDRESSES:
+                del self._past_addresses[next(iter(self._past_addresses))]
 
 
 def _drop(index: dict[str, set[str]], keys: Iterable[str], uid: str) -> None:

@@ -213,15 +213,18 @@ def _check_address(address: str | None, access: _Access, pods: PodTable, policy:
         case (pod,):
             return _check_pod(pod, address, access, pods, policy)
         case found:
-            return _check_without_pod(address, access, pods, len(found))
+            return _check_without_pod(address, access, pods, policy, len(found))
 
 
-def _check_without_pod(address: str, access: _Access, pods: PodTable, live: int) -> Caller | Refusal:
+def _check_without_pod(address: str, access: _Access, pods: PodTable, policy: Policy, live: int) -> Caller | Refusal:
     """Return the caller at an address that no known pod has, or that several live pods have; or the refusal."""
     if live:
         return Refusal(RefusalCode.FORBIDDEN, f"{live} pods have the address {address}, so that the caller is not known.")
     if _in_blocks(address, access):
-        return Caller(owner=address)
+        caller = Caller(owner=address)
+        if _may_have_changed(caller, address, access, pods, policy):
+            return _describe_silent(f"The call comes from {address}, which belonged to a pod, and a new pod would not be noticed")
+        return caller
     if not pods.is_current:
         return _describe_unknown(f"No pod with the address {address} is known", pods)
     return Refusal(
@@ -244,15 +247,20 @@ def _check_pod(pod: Pod, address: str, access: _Access, pods: PodTable, policy: 
         return Refusal(RefusalCode.UNAUTHENTICATED, f"The call comes through {pod}, which security.proxies selects.")
     if _depends_on_namespace(pod, proxies, pods):
         return _await_namespace(pod, origin, pods)
-    if pod.rollout is None and _in_blocks(address, access):
-        return pod.caller
-    verdict = _check_selection(pod, origin, access, pods, policy)
-    if isinstance(verdict, Caller) and access.keeps_holder and str(verdict) != policy.holder and pods.is_silent(pod):
-        return Refusal(
-            RefusalCode.UNAVAILABLE,
-            f"{origin} {pod}, but its end would not be noticed, because pods cannot be watched now. Try again, or send a token.",
-        )
+    is_in_block = pod.rollout is None and _in_blocks(address, access)
+    verdict = pod.caller if is_in_block else _check_selection(pod, origin, access, pods, policy)
+    if isinstance(verdict, Caller) and _may_have_changed(verdict, address, access, pods, policy):
+        return _describe_silent(f"{origin} {pod}, but its end would not be noticed")
     return verdict
+
+
+def _may_have_changed(caller: Caller, address: str, access: _Access, pods: PodTable, policy: Policy) -> bool:
+    """Return True if another pod than the known one may have the caller's address, and the caller does not hold the fleet."""
+    return access.keeps_holder and str(caller) != policy.holder and pods.is_silent_at(address)
+
+
+def _describe_silent(fact: str) -> Refusal:
+    return Refusal(RefusalCode.UNAVAILABLE, f"{fact}, because pods cannot be watched now. Try again, or send a token.")
 
 
 def _check_selection(pod: Pod, origin: str, access: _Access, pods: PodTable, policy: Policy) -> Caller | Refusal:

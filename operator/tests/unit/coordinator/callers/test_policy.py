@@ -1,10 +1,11 @@
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from sglang_rollout.api.security_spec import Security
-from sglang_rollout.coordinator.callers.pods import ENDED_AFTER_SECONDS, ROLLOUT_LABEL, SILENT_SECONDS, Caller, PodTable
+from sglang_rollout.coordinator.callers.pods import ENDED_AFTER_SECONDS, MAX_PAST_ADDRESSES, ROLLOUT_LABEL, SILENT_SECONDS, Caller, PodTable
 from sglang_rollout.coordinator.callers.policy import (
     AccountToken,
     BadToken,
@@ -253,10 +254,47 @@ def test_while_a_watch_is_silent_only_the_trainer_that_holds_the_fleet_continues
     assert isinstance(authorize(PathKind.CONTROL, "10.0.0.2", StaticToken(), pods, policy), Caller)
     token = AccountToken("ml", "trainer", "ml-b")
     assert isinstance(authorize(PathKind.CONTROL, "10.0.0.2", token, pods, policy), Caller)
-    blocks = Policy(Security.model_validate({"trainers": {"cidrs": ["10.0.0.0/24"]}}), namespace="ml")
-    assert isinstance(authorize(PathKind.CONTROL, "10.0.0.2", None, pods, blocks), Caller)
     pods.note_report(pods.own)
     assert isinstance(authorize(PathKind.CONTROL, "10.0.0.2", None, pods, policy), Caller)
+
+
+def test_while_a_watch_is_silent_blocks_name_no_address_that_belongs_or_belonged_to_a_pod() -> None:
+    now = 0.0
+    pods = PodTable("ml", lambda: now)
+    ending = make_pod("c", address="10.0.0.3", owner="Job/c", deleted="1970-01-01T00:00:01Z")
+    pods.replace(pods.own, [make_pod(), make_pod("b", address="10.0.0.2", owner="Job/b"), ending, make_pod("d", address="10.0.0.4")])
+    pods.remove(pods.own, make_pod("d", address="10.0.0.4"))
+    security = Security.model_validate({"trainers": {"cidrs": ["10.0.0.0/24", "192.168.0.0/24"]}})
+    policy = Policy(security, namespace="ml", holder="ml/Job/train")
+    addresses = [ADDRESS, "10.0.0.2", "10.0.0.3", "10.0.0.4", "192.168.0.7"]
+
+    def verdicts(policy: Policy) -> list[bool]:
+        return [isinstance(authorize(PathKind.CONTROL, address, None, pods, policy), Caller) for address in addresses]
+
+    assert all(verdicts(policy))
+    now = SILENT_SECONDS + 1
+    assert verdicts(policy) == [True, False, False, False, True], "no pod has the address of a node"
+    assert refused(authorize(PathKind.CONTROL, "10.0.0.4", None, pods, policy)).code is RefusalCode.UNAVAILABLE
+    assert verdicts(replace(policy, holder="10.0.0.4")) == [False, False, False, True, True]
+    assert isinstance(authorize(PathKind.READ, "10.0.0.4", None, pods, policy), Caller)
+    pods.note_report(pods.own)
+    assert all(verdicts(policy))
+
+
+def test_addresses_of_pods_that_are_gone_are_remembered_while_their_namespaces_are_watched_and_not_without_limit() -> None:
+    now = 0.0
+    pods = PodTable("ml", lambda: now)
+    pods.replace(pods.watch_others(), [make_pod("a", namespace="other", address="10.0.0.5")])
+    pods.replace(pods.own, [make_pod("b", address="10.0.0.6")])
+    pods.replace(pods.own, [])
+    pods.forget_others()
+    now = SILENT_SECONDS + 1
+    assert (pods.is_silent_at("10.0.0.5"), pods.is_silent_at("10.0.0.6")) == (False, True)
+    for number in range(MAX_PAST_ADDRESSES):
+        pods.update(pods.own, make_pod("c", uid="c", address=f"10.{1 + number // 65536}.{number // 256 % 256}.{number % 256}"))
+    pods.replace(pods.own, [])
+    now += SILENT_SECONDS + 1
+    assert (pods.is_silent_at("10.0.0.6"), pods.is_silent_at("10.1.0.0")) == (False, True)
 
 
 def test_without_the_right_for_other_namespaces_own_trainers_call_and_others_get_the_reason() -> None:
