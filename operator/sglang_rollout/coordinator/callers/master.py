@@ -19,6 +19,8 @@ from sglang_rollout.coordinator.update.requests import Master
 from sglang_rollout.wire.reasons import Refusal, RefusalCode, quote_value
 
 RESOLVE_SECONDS = 5.0
+_CLOUD_SERVICES = frozenset(map(ip_address, ("fd00:ec2::254", "168.63.129.16")))
+"""Metadata service of AWS over IPv6, and WireServer of Azure. The other metadata service, 169.254.169.254, is a link-local address."""
 Resolve = Callable[[str], Awaitable[tuple[str, ...]]]
 """Returns the addresses of a host; none if it cannot be resolved."""
 
@@ -84,7 +86,8 @@ class _Check:
         what = host if normalize_address(host) == address else f"{host} ({address})"
         if _is_never_a_trainer(address):
             return _refuse(
-                f"master_address {what} leads from an engine's pod to the engine's own pod or node, not to the trainer. {self._advice}"
+                f"master_address {what} leads from an engine's pod to the engine's own pod or node, or to a service of the cloud,"
+                f" not to the trainer. {self._advice}"
             )
         if address == self._caller or (self._is_open and not self._security.trainer_addresses):
             return None
@@ -133,6 +136,8 @@ def _normalize_name(name: str) -> str:
 
 
 def _is_never_a_trainer(address: str) -> bool:
-    """Return True for addresses with another meaning in each pod or node, and for the metadata service of clouds (169.254.169.254)."""
+    """Return True for addresses with another meaning in each pod or node, and for the metadata services of clouds."""
     found = ip_address(address)
+    if found in _CLOUD_SERVICES:
+        return True
     return found.is_loopback or found.is_link_local or found.is_multicast or found.is_unspecified

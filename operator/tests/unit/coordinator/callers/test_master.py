@@ -93,8 +93,10 @@ def test_loopback_is_no_trainer_and_the_refusal_names_the_callers_address(host: 
 
 
 @pytest.mark.parametrize("control", ["Trainers", "Token", "Open"])
-def test_the_metadata_service_is_never_a_trainer(control: str) -> None:
-    refused("169.254.169.254", control=control)
+@pytest.mark.parametrize("host", ["169.254.169.254", "fd00:ec2::254", "[FD00:EC2:0:0::254]", "168.63.129.16", "::ffff:168.63.129.16"])
+def test_the_metadata_service_is_never_a_trainer(control: str, host: str) -> None:
+    message = refused(host, control=control, trainerAddresses=["0.0.0.0/0", "::/0"])
+    assert "cloud" in message
     refused("metadata", control=control, trainerAddresses=["metadata"])
 
 
