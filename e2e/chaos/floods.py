@@ -24,7 +24,7 @@ def message(path: str, body: bytes = b"", *, length: int | None = None, header: 
         length: ``Content-Length``; None: that of the body.
         header: A further header.
     """
-    lines = [f"POST {path} HTTP/1.1", "Host: fleet", "Content-Type: application/json", header]
+    lines = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json", header]
     lines.append(f"Content-Length: {len(body) if length is None else length}")
     return "\r\n".join([*filter(None, lines), "", ""]).encode() + body
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import click
 import uvloop
@@ -137,6 +138,7 @@ async def serve(options: Options, key: Credentials) -> None:
             token_file=TokenFile(options.trainer_token_file) if options.trainer_token_file is not None else None,
             keys=keys,
             in_cluster=kube is not None,
+            url_host=urlsplit(options.public_url).hostname or "",
             pods=pods,
             holder=lambda: driver.machine.fleet.holder if driver.machine is not None else "",
         )

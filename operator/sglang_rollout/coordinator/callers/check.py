@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 
 from sglang_rollout.api.security_spec import Security, token_audience
 from sglang_rollout.coordinator.callers.keys import SigningKeys
 from sglang_rollout.coordinator.callers.pods import Caller, PodTable, normalize_address
-from sglang_rollout.coordinator.callers.policy import Policy, authorize
+from sglang_rollout.coordinator.callers.policy import STATIC_TOKEN_CALLER, Policy, authorize
 from sglang_rollout.coordinator.callers.tokens import TokenFile, bearer_token, check_token
 from sglang_rollout.credentials import Credentials
 from sglang_rollout.wire.access import (
@@ -22,13 +24,15 @@ from sglang_rollout.wire.access import (
     kind_of_path,
 )
 from sglang_rollout.wire.ports import FLEET_ENGINES
-from sglang_rollout.wire.reasons import Refusal, RefusalCode
+from sglang_rollout.wire.reasons import Refusal, RefusalCode, quote_value
 
 NEW_POD_POLLS = 30
 """Looks for the pod of an unknown address: 3 s. A pod may call before the kubelet has reported its address, which takes a second."""
 _POLL_SECONDS = 0.1
 _MAX_WAITING = 64
 """Addresses whose calls may wait at the same time, so that callers without a pod cannot occupy the coordinator."""
+
+_PORT = re.compile(r":[0-9]*$")
 
 _NO_CALLER = Refusal(
     RefusalCode.UNAUTHENTICATED, "The call does not come through the fleet's URL, so that its caller is not known. Call the fleet's URL."
@@ -61,6 +65,8 @@ class CallerCheck:
     """Keys of the API server, which verify tokens of ServiceAccounts."""
     in_cluster: bool = True
     """False for a fleet without Kubernetes, whose callers are programs of this machine."""
+    url_host: str = ""
+    """Host of the fleet's URL. Only a fleet without Kubernetes needs it."""
     holder: Callable[[], str] = lambda: ""
     """Returns the name of the trainer that holds the fleet; empty: not known."""
     _waiting: dict[str, asyncio.Task[None]] = field(default_factory=dict)
@@ -84,7 +90,31 @@ class CallerCheck:
         relayed = headers.get(RELAYED_CALLER_HEADER)
         if relayed is not None and self._is_agent(path, address, authorization):
             address, authorization = normalize_address(relayed), headers.get(RELAYED_AUTHORIZATION_HEADER)
-        return await self.check_kind(kind_of_path(path), address, authorization)
+        kind = kind_of_path(path)
+        verdict = await self.check_kind(kind, address, authorization)
+        if self.in_cluster or isinstance(verdict, Refusal) or kind is PathKind.HEALTH:
+            return verdict
+        return self._check_host(verdict, address, headers.get("Host"))
+
+    def _check_host(self, caller: Caller, address: str | None, host: str | None) -> Caller | Refusal:
+        """Refuse a program of this machine, which needs no token, if it calls this machine by a name of another one.
+
+        A browser does so for a page whose name was first resolved to the page's server and then to this machine (DNS rebinding).
+        """
+        is_trusted = caller != STATIC_TOKEN_CALLER and address is not None and _is_this_machine(address)
+        if host is None or not is_trusted or self._is_own_host(host):
+            return caller
+        message = f"The request is for the host {quote_value(host)}, which is not this machine. Use 127.0.0.1, or send the token."
+        return Refusal(RefusalCode.FORBIDDEN, message)
+
+    def _is_own_host(self, host: str) -> bool:
+        """Return True if a ``Host`` header names this machine, or the fleet's URL."""
+        bare = _PORT.sub("", host).lower().rstrip(".")
+        found = normalize_address(bare)
+        if found is not None:
+            return _is_this_machine(found)
+        own = {"localhost", self.url_host.lower(), socket.gethostname().lower()} - {""}
+        return bare in own or bare.endswith(".localhost")
 
     async def check_kind(self, kind: PathKind, address: str | None, authorization: str | None) -> Caller | Refusal:
         """Return who calls paths of one kind, or why the caller is refused.
@@ -99,7 +129,7 @@ class CallerCheck:
             return Caller()
         if security is None:
             return _JUST_STARTED
-        if not self.in_cluster and address is not None and is_own_address(address):
+        if not self.in_cluster and address is not None and _is_this_machine(address):
             address = "127.0.0.1"
         policy = Policy(security, self.namespace, trusts_loopback=not self.in_cluster, holder=self.holder())
         static = self.token_file.read() if self.token_file is not None else b""
@@ -144,6 +174,10 @@ class CallerCheck:
             await asyncio.sleep(_POLL_SECONDS)
             if self.pods.at(address):
                 return
+
+
+def _is_this_machine(address: str) -> bool:
+    return ip_address(address).is_loopback or is_own_address(address)
 
 
 def is_own_address(address: str) -> bool:

@@ -30,6 +30,10 @@ NOT_ALLOWED = "the coordinator may not watch pods and namespaces of the cluster,
 """Why callers of other namespaces are refused."""
 
 
+STATIC_TOKEN_CALLER = Caller(owner="token")
+"""Everyone who has the token of ``security.token.secretName``."""
+
+
 @dataclass(frozen=True, slots=True)
 class StaticToken:
     """The caller sent the token of ``security.token.secretName``."""
@@ -100,7 +104,7 @@ def authorize(kind: PathKind, address: str | None, credential: Credential, pods:
     if any(access.is_open for access in accesses):
         return _describe(address, credential, pods)
     if isinstance(credential, StaticToken):
-        return Caller(owner="token")
+        return STATIC_TOKEN_CALLER
     verdicts = [_check_access(address, credential, access, pods, policy) for access in accesses]
     return next((verdict for verdict in verdicts if isinstance(verdict, Caller)), verdicts[0])
 
@@ -154,7 +158,7 @@ def _accesses(kind: PathKind, security: Security) -> list[_Access]:
 def _describe(address: str | None, credential: Credential, pods: PodTable) -> Caller:
     """Return who calls a path that is open to everyone."""
     if isinstance(credential, StaticToken):
-        return Caller(owner="token")
+        return STATIC_TOKEN_CALLER
     bound = pods.find(credential.pod_uid) if isinstance(credential, AccountToken) else None
     if bound is not None:
         return bound.caller

@@ -131,7 +131,7 @@ async def test_a_call_whose_client_leaves_leaves_a_line(lab: Lab, caplog: pytest
     for agent in lab.agents:
         agent.slow["/pause_generation"] = 2.0
     _, writer = await asyncio.open_connection("127.0.0.1", lab.port)
-    writer.write(b"POST /pause_generation HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\nContent-Type: application/json\r\n\r\n{}")
+    writer.write(b"POST /pause_generation HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\nContent-Type: application/json\r\n\r\n{}")
 
     async def is_called() -> bool:
         return any(agent.bodies_of("/pause_generation") for agent in lab.agents)

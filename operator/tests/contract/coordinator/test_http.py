@@ -289,7 +289,7 @@ async def test_a_body_that_never_ends_is_refused(lab: Lab, monkeypatch: pytest.M
     monkeypatch.setattr(routes, "BODY_SECONDS", 0.2)
     host, port = lab.url_of(path).removeprefix("http://").removesuffix(path).split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    head = f"POST {path} HTTP/1.1\r\nHost: fleet\r\nContent-Type: application/json\r\nContent-Length: 50\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 50\r\n\r\n"
     writer.write(head.encode() + b'{"text":')
     assert (await reader.readline()).startswith(b"HTTP/1.1 408 ")
     writer.close()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ def decide(check: CallerCheck, path: str = "/pause_generation", peer: str = "127
         "relayed": RELAYED_CALLER_HEADER,
         "relayed_token": RELAYED_AUTHORIZATION_HEADER,
         "authorization": "Authorization",
+        "host": "Host",
     }
     return run(check.check(path, {names[key]: value for key, value in headers.items()}, peer))
 
@@ -77,6 +79,37 @@ def test_without_kubernetes_the_machines_own_addresses_are_this_machine(monkeypa
     assert isinstance(decide(local, caller="192.0.2.7"), Caller)
     assert code_of(decide(local, caller="192.0.2.8")) is RefusalCode.UNAUTHENTICATED
     assert code_of(decide(in_cluster, caller="192.0.2.7")) is RefusalCode.FORBIDDEN
+
+
+REBOUND = ["attacker.example:1", "attacker.example", "192.0.2.1:1", "[2001:db8::1]", "", "localhost.attacker.example", "\udcff", "a:b:c"]
+OWN_HOSTS = ["localhost:1", "LOCALHOST.", "a.localhost", "127.0.0.1:1", "127.8.8.8", "[::1]:1", "fleet.example:1", "box", "192.0.2.7"]
+
+
+@pytest.mark.parametrize("host", REBOUND)
+def test_without_kubernetes_a_page_with_a_rebound_name_is_no_program_of_this_machine(tmp_path: Path, host: str) -> None:
+    (tmp_path / "token").write_text("s3cret")
+    check = make_check(in_cluster=False, token_file=TokenFile(tmp_path / "token"))
+    for path in ("/pause_generation", "/fleet", "/server_info"):
+        for caller in ("127.0.0.1", "::1"):
+            verdict = decide(check, path, caller=caller, host=host)
+            assert code_of(verdict) is RefusalCode.FORBIDDEN
+            assert isinstance(verdict, Refusal)
+            assert "is not this machine" in verdict.message
+    assert isinstance(decide(check, "/health", caller="127.0.0.1", host=host), Caller)
+    assert isinstance(decide(check, caller="127.0.0.1", host=host, authorization="Bearer s3cret"), Caller)
+    assert isinstance(decide(check, "/server_info", caller="192.0.2.7", host=host), Caller), "open to other machines under every name"
+
+
+@pytest.mark.parametrize("host", OWN_HOSTS)
+def test_without_kubernetes_names_of_this_machine_are_accepted(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
+    monkeypatch.setattr(module, "is_own_address", lambda address: address == "192.0.2.7")
+    monkeypatch.setattr(socket, "gethostname", lambda: "Box")
+    check = make_check(in_cluster=False, url_host="fleet.example")
+    assert isinstance(decide(check, "/fleet", caller="127.0.0.1", host=host), Caller)
+
+
+def test_in_a_cluster_every_name_of_the_url_is_accepted() -> None:
+    assert isinstance(decide(make_check(make_pod()), caller="10.0.0.1", host="fleet.example"), Caller)
 
 
 def test_only_addresses_of_the_machines_interfaces_are_its_own() -> None:
