@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
 from sglang_rollout.api.status import ConditionType, EnginePhase, Reason, find
@@ -123,13 +124,50 @@ def _weight_events(old: Status, new: Status) -> Iterator[EventToPost]:
             yield EventToPost("Normal", "NewRun", message, "NewRun")
         message = f"The fleet serves version {committed} (run {after['run']})."
         yield EventToPost("Normal", "WeightsCommitted", message, "WeightsCommitted")
-    earlier, author = before.get("author"), after.get("author")
-    if earlier and author and earlier != author:
-        message = f"{author} pushed version {committed}; {earlier} pushed version {before['committedVersion']}."
+    if (changed := _find_author_change(before, after)) is not None:
+        earlier, latest = changed
+        message = f"{latest.author} pushed version {latest.version}; {earlier.author} pushed version {earlier.version}."
         yield EventToPost("Normal", "AuthorChanged", message, "AuthorChanged")
     last = after.get("lastUpdate")
     if last and last != before.get("lastUpdate"):
         yield from _update_events(last)
+
+
+@dataclass(frozen=True)
+class _Commit:
+    """A version that was committed, and the known caller that pushed it."""
+
+    author: str
+    version: str
+
+
+def _find_author_change(before: Status, after: Status) -> tuple[_Commit, _Commit] | None:
+    """Return the last two commits of different authors, of which the later one is new; None if there are none.
+
+    Several updates may end between two reconciles. Commits of unknown authors are left out.
+    """
+    listed, last = after.get("recentUpdates") or [], before.get("lastUpdate") or {}
+    seen = next((place for place, update in enumerate(listed) if _identity(update) == _identity(last)), len(listed))
+    earlier = [*_commits(before.get("recentUpdates") or []), *_current_commit(before)]
+    commits = [*earlier[-1:], *_commits(listed[:seen]), *_current_commit(after)]
+    changes = [(one, other) for one, other in pairwise(commits) if one.author != other.author]
+    return changes[-1] if changes else None
+
+
+def _identity(update: Status) -> tuple[object, object]:
+    return update.get("version"), update.get("finished")
+
+
+def _commits(updates: Sequence[Status]) -> Iterator[_Commit]:
+    """Yield the commits of known authors among updates that are listed newest first, the oldest first."""
+    for update in reversed(updates):
+        if update["outcome"] in {"Committed", "Partial"} and update.get("author"):
+            yield _Commit(update["author"], update["version"])
+
+
+def _current_commit(weights: Status) -> Iterator[_Commit]:
+    if weights.get("author"):
+        yield _Commit(weights["author"], weights["committedVersion"])
 
 
 def _update_events(last: Mapping[str, Any]) -> Iterator[EventToPost]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,7 @@ from sglang_rollout.controller.decide.transitions import find_events
 from sglang_rollout.controller.decide.view import FleetView, build_fleet_view
 from sglang_rollout.controller.render.hashing import revision
 from sglang_rollout.wire.reasons import GateReason, Refusal
-from sglang_rollout.wire.record import UpdateOutcome
+from sglang_rollout.wire.record import EndedUpdate, UpdateOutcome
 from sglang_rollout.wire.states import BASE, EngineState, FleetState, Version
 from tests.unit.controller.support.worlds import NOW, V1, V2, cr, crashed, opening, partial, pod, record, row, under_way, world
 
@@ -201,6 +202,52 @@ def test_another_author_has_an_event() -> None:
 @pytest.mark.parametrize(("before", "after"), [("", "ml/Job/anne"), ("ml/Job/anne", "ml/Job/anne"), ("ml/Job/anne", "")])
 def test_the_first_author_and_an_unknown_author_have_no_event(before: str, after: str) -> None:
     assert reasons(pushed(V1, before), pushed(V2, after)) == [("Normal", "WeightsCommitted")]
+
+
+ANNE, BEN, EVE = "ml/Job/anne", "ml/Job/ben", "ml/Job/eve"
+
+
+def after_updates(*authors: str, outcomes: tuple[UpdateOutcome, ...] = ()) -> FleetView:
+    """Return a fleet whose step-1, step-2, … were pushed by these authors. An empty text is an unknown author."""
+    results = outcomes or (UpdateOutcome.COMMITTED,) * len(authors)
+    updates = []
+    for step, (author, outcome) in enumerate(zip(authors, results, strict=True), 1):
+        version, finished = Version(run=1, step=step, label=f"step-{step}"), f"2026-01-01T00:00:0{step}.000Z"
+        updates.append(EndedUpdate(version=version, outcome=outcome, finished=finished, author=author))
+    last = next(update for update in reversed(updates) if update.outcome in {UpdateOutcome.COMMITTED, UpdateOutcome.PARTIAL})
+    written = record(row(0, last.version), row(1, last.version), committed=last.version, last=updates[-1])
+    more = {"author": last.author, "earlier_updates": updates[-2::-1]}
+    return world([pod(0), pod(1)], written=written.model_copy(update=more))
+
+
+def changes_of_authors(*worlds: FleetView) -> list[str]:
+    statuses = [build_status(one, NOW) for one in worlds]
+    events = [event for old, new in itertools.pairwise(statuses) for event in find_events(old, new)]
+    return [event.message for event in events if event.reason == "AuthorChanged"]
+
+
+def test_no_change_of_the_author_is_lost_between_two_reconciles() -> None:
+    second, third = (
+        f"{BEN} pushed version step-2; {ANNE} pushed version step-1.",
+        f"{ANNE} pushed version step-3; {BEN} pushed version step-2.",
+    )
+    assert changes_of_authors(after_updates(ANNE), after_updates(ANNE, BEN)) == [second]
+    assert changes_of_authors(after_updates(ANNE), after_updates(ANNE, BEN, ANNE)) == [third], "the same author as before"
+    assert changes_of_authors(after_updates(ANNE), after_updates(ANNE, BEN, ANNE, ANNE)) == [third]
+    across = f"{BEN} pushed version step-3; {ANNE} pushed version step-1."
+    assert changes_of_authors(after_updates(ANNE), after_updates(ANNE, "", BEN)) == [across]
+    assert changes_of_authors(after_updates(ANNE), after_updates(ANNE, ""), after_updates(ANNE, "", BEN)) == [across]
+    both = f"{EVE} pushed version step-3; {BEN} pushed version step-2."
+    assert changes_of_authors(after_updates(ANNE), after_updates(ANNE, BEN, EVE)) == [both], "one Event names the last two"
+    assert changes_of_authors(after_updates(ANNE, BEN), after_updates(ANNE, BEN), after_updates(ANNE, BEN, BEN)) == [], "reported before"
+    assert changes_of_authors(after_updates(ANNE), after_updates(ANNE, ""), after_updates(ANNE, "", ANNE)) == []
+
+
+def test_an_update_that_did_not_commit_changes_no_author() -> None:
+    outcomes = (UpdateOutcome.COMMITTED, UpdateOutcome.FAILED, UpdateOutcome.ABORTED)
+    assert changes_of_authors(after_updates(ANNE), after_updates(ANNE, BEN, EVE, outcomes=outcomes)) == []
+    found = changes_of_authors(after_updates(ANNE), after_updates(ANNE, BEN, outcomes=(UpdateOutcome.COMMITTED, UpdateOutcome.PARTIAL)))
+    assert found == [f"{BEN} pushed version step-2; {ANNE} pushed version step-1."], "some engines committed it"
 
 
 def test_failed_update_has_one_event() -> None:
