@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from sglang_rollout.api.limits_spec import Limits
+from sglang_rollout.sglang.sampling_types import TOKENS, WRONG_SAMPLING_PARAMS, WRONG_TYPE, find_wrong_type
 
 Item = dict[str, Any]
 
@@ -109,6 +110,7 @@ def split(body: Mapping[str, Any], limits: Limits) -> Batch | None:
     key, rows = next(iter(prompts.items()))
     size = len(rows)
     _check_limits(body, key, size, limits)
+    _check_types(body)
     _check_token_ids(body)
     sampling = _sampling(body.get("sampling_params"), size)
     samples = _samples(sampling)
@@ -281,6 +283,20 @@ def _check_limits(body: Mapping[str, Any], key: str, size: int, limits: Limits) 
 
 def _above_limit(subject: str, number: float, limit: int, name: str) -> BatchError:
     return BatchError(f"{subject} is {number:.14g}, above the limit of {limit}; engine.limits.{name} raises it.", "above_limit")
+
+
+def _check_types(body: Mapping[str, Any]) -> None:
+    """Raise BatchError for a sampling parameter or token IDs of a wrong type, which SGLang may not check."""
+    given = body.get("sampling_params")
+    params = given if isinstance(given, list) else [given]
+    if not all(isinstance(each, Mapping) or (each is None and given is None) for each in params):
+        raise BatchError(WRONG_SAMPLING_PARAMS, "unreadable_body")
+    wrong = next(filter(None, map(find_wrong_type, _sampling_params(body))), None)
+    for key in ("input_ids", "token_ids_logprob"):
+        if not isinstance(body.get(key), list | None):
+            wrong = WRONG_TYPE[TOKENS] % key
+    if wrong is not None:
+        raise BatchError(wrong, "unreadable_body")
 
 
 def _check_token_ids(body: Mapping[str, Any]) -> None:

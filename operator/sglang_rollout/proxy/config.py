@@ -22,6 +22,7 @@ from sglang_rollout.proxy.gate_map import (
     version_map_path,
 )
 from sglang_rollout.sglang.api import DATA_PATHS, DIRECT_PATHS, GENERATING_PATHS, HEALTH_PATHS, MODELS
+from sglang_rollout.sglang.sampling_types import SAMPLING_TYPES, WRONG_SAMPLING_PARAMS, WRONG_TYPE
 from sglang_rollout.sglang.smg_limits import GENERATE_PATTERN, OPENAI_PATTERN
 from sglang_rollout.wire import ports
 from sglang_rollout.wire.access import CALLER_HEADER
@@ -266,10 +267,17 @@ def guard_text(limits: Limits, *, custom_logit_processors: bool = False) -> str:
         custom_logit_processors: True if the engine runs code from requests (``--enable-custom-logit-processor``).
     """
     settings = limits.model_dump(by_alias=True) | {"customLogitProcessors": custom_logit_processors}
-    line = ", ".join(f"{name} = {json.dumps(value)}" for name, value in settings.items())
+    tables = {"SETTINGS": settings, "SAMPLING_TYPES": SAMPLING_TYPES, "WRONG_TYPE": WRONG_TYPE}
+    head = "".join(f"local {name} = {{ {_lua_fields(values)} }}\n" for name, values in tables.items())
+    head += f"local WRONG_SAMPLING_PARAMS = {json.dumps(WRONG_SAMPLING_PARAMS)}\n"
     templates = resources.files("sglang_rollout.proxy").joinpath("templates")
     files = [templates.joinpath(name).read_text() for name in ("guard_fields.lua", "guard.lua", "guard_lists.lua")]
-    return "\n".join((f"local SETTINGS = {{ {line} }}\n", *files))
+    return "\n".join((head, *files))
+
+
+def _lua_fields(values: Mapping[str, object]) -> str:
+    """Return the fields of a table of words and numbers."""
+    return ", ".join(f"{name} = {json.dumps(value)}" for name, value in values.items())
 
 
 def renewal_text(certificate: Certificate) -> str:

@@ -99,6 +99,8 @@ function Guard:read_values(text)
       at, sentence = self:read_list(text, at)
     elseif self.inside then
       at = self:skip_string(text, at)
+    elseif self.texts then
+      at, sentence = self:read_texts(text, at)
     else
       local quote = text:find('"', at, true)
       if self.after_text or not quote or not text:find('^[,%s]*"', at) then
@@ -312,17 +314,29 @@ function Guard:read_key(text, quote, key, from)
     end
   end
   self.key[depth] = key
+  local sampling = depth > 1 and self.key[1] == "sampling_params" and self.fields.sampling_params
   local read = self.fields[key]
-  if not read or depth > 2 or (depth == 2 and self.key[1] ~= "sampling_params") then
+  if not read or depth > 2 or (depth == 2 and not sampling) then
     read = MEDIA_KEYS[key]
   end
-  if not read then
+  if sampling and depth == 3 and self.key[2] == "logit_bias" then
+    read = bias
+  end
+  local typed = sampling and depth == 2 and SAMPLING_TYPES[key]
+  if not read and not typed then
     return text:byte(from) == 34 and not self:is_prompt() and not self:in_media() and plain_end(text, from) or from
   end
   local value = text:find("[^%s]", from)
   if not value then
     self:keep(text, quote)
     return nil
+  end
+  local wrong = typed and check_type(self, text, value, key)
+  if wrong then
+    return nil, wrong
+  end
+  if not read then
+    return value
   end
   local at, sentence = read(self, text, value, key)
   if not at and not sentence and read == adapter then

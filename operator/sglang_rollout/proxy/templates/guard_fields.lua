@@ -1,8 +1,8 @@
 -- Fields of requests that the gate's filter checks, with their sentences. The reader is in guard.lua and guard_lists.lua, which follow
 -- this file.
 --
--- The line before this file sets SETTINGS: each limit by its name in spec.engine.limits, and customLogitProcessors if the engines accept
--- them.
+-- The lines before this file set SETTINGS: each limit by its name in spec.engine.limits, and customLogitProcessors if the engines accept
+-- them; SAMPLING_TYPES: the type of each field of sampling_params; WRONG_TYPE: a sentence for each type; and WRONG_SAMPLING_PARAMS.
 
 -- Sampling is done in 32 bits.
 local LARGEST_K = 2147483647
@@ -158,10 +158,42 @@ local function sampling_number(self, text, value, key)
   if self.depth == 1 then
     return value
   end
-  if text:byte(value) == 91 then -- [
-    return nil, unreadable(self, "%s is a list: write a number.", key)
-  end
   return number(any_number)(self, text, value, key)
+end
+
+-- Characters with which values of the types of sampling_params begin, also null. A number is read as a whole.
+local STARTS = {
+  bias = "^[{n]", boolean = "^[tfn]", number = "^[^%[]", object = "^[{n]", text = '^["n]', texts = '^["%[n]', tokens = "^[%[n]",
+}
+
+-- The type of a field of sampling_params. Returns the sentence of a refusal.
+local function check_type(self, text, value, key)
+  local kind = SAMPLING_TYPES[key]
+  if kind and not text:find(STARTS[kind], value) then
+    return unreadable(self, WRONG_TYPE[kind], key)
+  end
+  if kind == "texts" and key ~= "stop_regex" and text:byte(value) == 91 then -- [
+    self.texts = { key = key }
+  end
+end
+
+-- A value of logit_bias.
+local function bias(self, text, value)
+  local word, after = text:match("^([^,%s%]}]*)()", value)
+  if after > #text and #word < LONGEST_NUMBER then
+    return nil
+  end
+  if #word < LONGEST_NUMBER and word:find("^%-?%d") and tonumber(word) then
+    return value
+  end
+  return nil, unreadable(self, WRONG_TYPE.bias, "logit_bias")
+end
+
+local function sampling_params(self, text, value)
+  if text:find("^[{%[n]", value) then
+    return value
+  end
+  return nil, unreadable(self, "%s", WRONG_SAMPLING_PARAMS)
 end
 
 -- Count what a pattern repeats, in a JSON string. Escaped characters and classes do not count, and the repetition of a group counts twice.
@@ -197,11 +229,14 @@ local function stop_patterns(self, text, value, key)
 end
 
 -- Token ids. Options: `empty` if the list may be empty, `texts` if it may hold texts, `prompts` if its rows are prompts, `most` for the
--- limit of a row, `known` if SGLang itself compares them with the vocabulary.
+-- limit of a row, `known` if SGLang itself compares them with the vocabulary, `text` if the value may be a text.
 local function tokens(options)
   return function(self, text, value, key)
     if text:byte(value) ~= 91 then
-      return value
+      if text:find((options.text or options.texts) and '^["n]' or "^n", value) then
+        return value
+      end
+      return nil, unreadable(self, WRONG_TYPE.tokens, key)
     end
     if options.texts then
       local first = text:match('^%[%s*([^%s])', value)
@@ -286,22 +321,14 @@ local PROCESSOR = not SETTINGS.customLogitProcessors and not_offered(
 local INTERNAL = not_offered("not_accepted", "%s is refused: SGLang sets it itself.")
 local GRAMMAR = sized("The grammar up to ", "grammarBytes")
 local MEDIA = sized("The media up to ", "mediaBytes")
--- SGLang does not check that a grammar in sampling_params is a string.
-local function grammar(self, text, value, key)
-  if self.depth == 2 and not text:find('^["n]', value) then
-    return nil, unreadable(self, "%s is no string: write the grammar into one.", key)
-  end
-  return GRAMMAR(self, text, value, key)
-end
-
 local IDS = tokens({ prompts = true })
 local IDS_OR_TEXTS = tokens({ texts = true, prompts = true })
 
 local SHARED = {
   input_ids = IDS, stop_token_ids = tokens({ empty = true, stop = true }),
   top_k = number(top_k), n = number(samples), best_of = number(samples), beam_width = number(samples),
-  json_schema = grammar, regex = grammar, ebnf = grammar, structural_tag = grammar, choice = GRAMMAR, response_format = GRAMMAR,
-  stop_regex = stop_patterns,
+  json_schema = GRAMMAR, regex = GRAMMAR, ebnf = GRAMMAR, structural_tag = GRAMMAR, choice = GRAMMAR, response_format = GRAMMAR,
+  stop_regex = stop_patterns, sampling_params = sampling_params,
   custom_logit_processor = PROCESSOR, lora_path = adapter, positional_embed_overrides = NEVER,
   -- /v1/score sets these inside SGLang, which does not check them against the length of the prompt.
   token_indices_to_pool = NEVER, multi_item_delimiter_indices = NEVER,
@@ -345,7 +372,7 @@ for _, path in ipairs({ "/v1/classify", "/v1/embeddings" }) do
   FIELDS[path] = with({ input = IDS_OR_TEXTS, embed_overrides = NEVER })
 end
 FIELDS["/v1/score"] = with({
-  query = tokens({ empty = true }), items = IDS_OR_TEXTS, label_token_ids = tokens({ empty = true, most = "logprobsPerToken" }),
+  query = tokens({ empty = true, text = true }), items = IDS_OR_TEXTS, label_token_ids = tokens({ empty = true, most = "logprobsPerToken" }),
   query_embed_overrides = NEVER, item_embed_overrides = NEVER,
 })
 FIELDS["/v1/rerank"] = with({})

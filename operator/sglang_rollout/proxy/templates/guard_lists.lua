@@ -1,7 +1,32 @@
--- Lists of numbers: tokens, embeddings and values for each prompt. This file follows guard.lua, whose filter it completes.
+-- Lists of strings, and of numbers: tokens, embeddings and values for each prompt. This file follows guard.lua, whose filter it completes.
 
 local function least(one, other)
   return one and other and math.min(one, other) or one or other
+end
+
+-- A list of strings, up to its end. The strings are skipped one by one.
+function Guard:read_texts(text, at)
+  while true do
+    local place = text:find("[^%s,]", at)
+    if not place then
+      return nil
+    end
+    local byte = text:byte(place)
+    if byte == 34 then -- "
+      local sentence = self:count_values(1)
+      self.inside = 0
+      return not sentence and place + 1 or nil, sentence
+    end
+    if byte == 93 then -- ]
+      self.texts = nil
+      return place + 1
+    end
+    if byte ~= 91 or self.texts.open then
+      return nil, unreadable(self, WRONG_TYPE.texts, self.texts.key)
+    end
+    self.texts.open = true
+    at = place + 1
+  end
 end
 
 -- A list of numbers, up to its end. Returns where it ends (nil: in a later piece), and the sentence. Plain searches are ten times as fast

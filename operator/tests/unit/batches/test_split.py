@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from sglang_rollout.api.limits_spec import Limits
 from sglang_rollout.batches.split import BatchError, add_index, encode, join, parse, split
+from sglang_rollout.sglang.sampling_types import SAMPLING_TYPES
 
 LIMITS = Limits(prompts_per_request=40, samples_per_request=1024)
 
@@ -108,7 +109,7 @@ def test_a_body_with_one_prompt_is_not_a_batch(body: dict[str, Any]) -> None:
 
 
 def test_an_invalid_number_of_samples_is_left_to_sglang() -> None:
-    assert [item["sampling_params"] for item in items(text=["a", "b"], sampling_params={"n": [2]})] == [{"n": [2]}] * 2
+    assert [item["sampling_params"] for item in items(text=["a", "b"], sampling_params={"n": -2})] == [{"n": -2}] * 2
 
 
 def test_a_single_value_applies_to_all_prompts_and_null_is_omitted() -> None:
@@ -162,7 +163,6 @@ def test_valid_text_is_not_escaped() -> None:
         ({"extra_key": ["x"]}, "The length of extra_key should be equal to the batch size."),
         ({"mm_hashes": ["x"]}, "The length of mm_hashes should equal the batch size"),
         ({"sampling_params": [{"n": 1}, {"n": 2}]}, "The parallel_sample_num should be the same for all samples in sample params."),
-        ({"sampling_params": [{"n": [1]}, {"n": {}}]}, "The parallel_sample_num should be the same for all samples in sample params."),
         ({"sampling_params": {"n": 2}, "return_logprob": [True, False]}, "Cannot use list return_logprob with parallel_sample_num > 1"),
         ({"sampling_params": {"n": 2}, "token_ids_logprob": [[1], [2]]}, "Cannot use list token_ids_logprob with parallel_sample_num > 1"),
         ({"sampling_params": [{}]}, "sampling_params has 1 entries for 2 prompts."),
@@ -250,3 +250,27 @@ def test_a_json_object_is_parsed(data: str) -> None:
 def test_events_get_sglangs_index() -> None:
     assert json.loads(add_index(b'{"text":"x"}', 3, 1)) == {"text": "x", "index": 3}
     assert json.loads(add_index(b'{"index":1,"text":"\xc3\xa9"}', 3, 2)) == {"text": "é", "index": 7}
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        ({"sampling_params": {"stop_token_ids": {"99999": 1}}}, "stop_token_ids is no list of token ids."),
+        ({"sampling_params": [{}, {"logit_bias": {"5": "x"}}]}, "logit_bias is no object of numbers."),
+        ({"sampling_params": {"ignore_eos": 1}}, "ignore_eos is neither true nor false."),
+        ({"sampling_params": {"stop": ["a", 5]}}, "stop is neither a string nor a list of strings."),
+        ({"sampling_params": {"n": "2"}}, "n is no number."),
+        ({"sampling_params": {"custom_params": []}}, "custom_params is no object."),
+        ({"sampling_params": {"regex": {}}}, "regex is no string: write the grammar into one."),
+        ({"sampling_params": "x"}, "sampling_params is neither an object nor a list of objects."),
+        ({"sampling_params": [{}, None]}, "sampling_params is neither an object nor a list of objects."),
+        ({"token_ids_logprob": {"5": 1}}, "token_ids_logprob is no list of token ids."),
+    ],
+)
+def test_wrong_types_are_refused(body: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(BatchError, match=sentence):
+        split({"text": ["a", "b"], **body}, LIMITS)
+
+
+def test_null_is_a_value_of_every_type() -> None:
+    assert len(items(text=["a", "b"], sampling_params=dict.fromkeys(SAMPLING_TYPES), token_ids_logprob=None)) == 2

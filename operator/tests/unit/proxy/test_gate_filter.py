@@ -10,6 +10,7 @@ import pytest
 
 from sglang_rollout.api.limits_spec import Limits, MediaUrls
 from sglang_rollout.proxy.gate_map import NO_VERSION, encode_adapters
+from sglang_rollout.sglang.sampling_types import SAMPLING_TYPES
 from tests.support.guard_filter import run
 
 pytestmark = pytest.mark.router
@@ -82,6 +83,10 @@ def sampled(**params: Any) -> dict[str, Any]:
     return {"text": "a", "sampling_params": params}
 
 
+def types(kind: str) -> list[str]:
+    return [key for key, each in SAMPLING_TYPES.items() if each == kind]
+
+
 REFUSED_SAMPLING: list[tuple[str, Any, str]] = [
     (GENERATE, sampled(stop_regex="(.*)*(.*)*!"), REPETITIONS.format(6)),
     (GENERATE, sampled(stop_regex=["a", "(a|a)*$"]), REPETITIONS.format(2)),
@@ -90,7 +95,26 @@ REFUSED_SAMPLING: list[tuple[str, Any, str]] = [
     (CHAT, {"messages": [], "stop_regex": ["x{1,9}y{2}"]}, REPETITIONS.format(2)),
     (GENERATE, '{"text": "a", "sampling_params": {"stop_regex": "a\\u002a"}}', REPETITIONS.format("inf")),
     (GENERATE, sampled(stream_interval="1"), "stream_interval is ?1?: write a number."),
-    (GENERATE, sampled(stream_interval=[1]), "stream_interval is a list: write a number."),
+    (GENERATE, sampled(stream_interval=[1]), "stream_interval is no number."),
+    (GENERATE, sampled(stop_token_ids={"99999": 1}, min_new_tokens=3), "stop_token_ids is no list of token ids."),
+    (GENERATE, sampled(stop_token_ids="5"), "stop_token_ids is no list of token ids."),
+    (CHAT, {"messages": [], "stop_token_ids": {"99999": 1}}, "stop_token_ids is no list of token ids."),
+    (GENERATE, {"input_ids": {"99999": 1}}, "input_ids is no list of token ids."),
+    (GENERATE, {"text": "a", "token_ids_logprob": 5}, "token_ids_logprob is no list of token ids."),
+    (COMPLETIONS, {"prompt": {"a": 1}}, "prompt is no list of token ids."),
+    (GENERATE, {"text": "a", "sampling_params": "x"}, "sampling_params is neither an object nor a list of objects."),
+    (CLASSIFY, {"text": "a", "sampling_params": 5}, "sampling_params is neither an object nor a list of objects."),
+    *((GENERATE, sampled(**{key: 1}), f"{key} is neither true nor false.") for key in types("boolean")),
+    *((GENERATE, sampled(**{key: {"a": 1}}), f"{key} is neither a string nor a list of strings.") for key in types("texts")),
+    *((GENERATE, sampled(**{key: [1]}), f"{key} is no number.") for key in types("number")),
+    *((GENERATE, sampled(**{key: "{}"}), f"{key} is no object.") for key in types("object")),
+    (GENERATE, sampled(stop=["a", ["b"]]), "stop is neither a string nor a list of strings."),
+    (GENERATE, sampled(stop=["a", {"b": 1}]), "stop is neither a string nor a list of strings."),
+    (GENERATE, sampled(stop=["a", None]), "stop is neither a string nor a list of strings."),
+    (GENERATE, {"text": ["a"], "sampling_params": [{}, {"stop": ["]", 5]}]}, "stop is neither a string nor a list of strings."),
+    (GENERATE, sampled(logit_bias=["5"]), "logit_bias is no object of numbers."),
+    *((GENERATE, sampled(logit_bias={"5": 1, "6": value}), "logit_bias is no object of numbers.") for value in ("1", None, [1], {}, True)),
+    (GENERATE, sampled(logit_bias={"5": 10**400}), "logit_bias is no object of numbers."),
     (GENERATE, {"text": ["a", "b"], "sampling_params": [{}, {"max_new_tokens": "4"}]}, "max_new_tokens is ?4?: write a number."),
     (GENERATE, sampled(json_schema={"type": "object"}), "json_schema is no string: write the grammar into one."),
     (CLASSIFY, sampled(regex=5), "regex is no string: write the grammar into one."),
@@ -106,6 +130,15 @@ TAKEN: list[tuple[str, Any]] = [
     (GENERATE, sampled(stop_regex=[r"\n+Human:", "[.!?*]", "(?:a|b)c?", r"\*\+x{3}", 'say "', "[^]]+?"], stream_interval=2, top_p=0.5)),
     (GENERATE, sampled(stop_regex="", json_schema=None, temperature=None, max_new_tokens=None, frequency_penalty=-1.5)),
     (GENERATE, sampled(stop_regex=[])),
+    (
+        GENERATE,
+        sampled(logit_bias={"5": -100, "06": 0.5}, stop=["]", "\\", '"', "{", "é"], custom_params={"stop": 5, "logit_bias": {"a": "b"}}),
+    ),
+    (GENERATE, sampled(**dict.fromkeys(SAMPLING_TYPES))),
+    (GENERATE, {"text": ["a", "b"], "sampling_params": [{"stop": []}, {"stop": "x", "ignore_eos": True, "watermark": {"enabled": False}}]}),
+    (GENERATE, {"text": "a", "sampling_params": None, "metadata": {"stop": [5], "logit_bias": {"a": "b"}}}),
+    (CHAT, {"messages": [], "stop": [5], "ignore_eos": 1, "stop_token_ids": None}),
+    (SCORE, {"query": None, "items": None, "label_token_ids": None}),
     (GENERATE, {"text": ["a"], "top_logprobs_num": [1], "logprob_start_len": [0], "return_hidden_states": [False]}),
     (GENERATE, {"top_logprobs_num": [1, 2], "input_ids": [[5], [6]]}),
     (GENERATE, {"top_logprobs_num": [1], "input_embeds": [[[0.5]]]}),
@@ -136,7 +169,7 @@ def texts(body: Any) -> list[str]:
     """The ways in which clients write the same body."""
     if isinstance(body.get("sampling_params"), list):
         return [json.dumps(body), json.dumps(body, separators=(",", ":"))]
-    merged = {**WHOLE, **body, "sampling_params": {**WHOLE["sampling_params"], **body.get("sampling_params", {})}}
+    merged = {**WHOLE, **body, "sampling_params": {**WHOLE["sampling_params"], **(body.get("sampling_params") or {})}}
     wide = json.dumps(merged, indent=2).replace("\n", " ")
     return [json.dumps(merged), json.dumps(merged, separators=(",", ":")), wide]
 
