@@ -27,9 +27,8 @@ _PYTHON = "3.11"
 _NEEDED_GB = 9  # download 2.6 GB, unpacked 5 GB before the trim
 
 
-SEVERAL_RANKS = {"SGLANG_NCCL_SO_PATH": "/nonexistent/libnccl.so", "TORCHDYNAMO_DISABLE": "1"}
-"""More variables of engines with several tensor-parallel ranks. Otherwise a CUDA build of torch tries NCCL, and SGLang compiles a function
-without having headers or a compiler."""
+SEVERAL_RANKS = {"SGLANG_NCCL_SO_PATH": "/nonexistent/libnccl.so"}
+"""More variables of engines with several tensor-parallel ranks. Otherwise a CUDA build of torch tries NCCL."""
 
 
 def environment_variables(*, old: bool = False) -> dict[str, str]:
@@ -40,6 +39,7 @@ def environment_variables(*, old: bool = False) -> dict[str, str]:
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
         "OMP_NUM_THREADS": "1",  # 13 times faster than the default when several engines share two cores
         "HF_HUB_OFFLINE": "1",
+        "TORCHDYNAMO_DISABLE": "1",  # the trimmed torch has no headers, and a request with a repetition_penalty would compile a function
         "PYTHONPATH": path,
         "NO_PROXY": "*",
         "no_proxy": "*",
