@@ -7,15 +7,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 import click
 
 from e2e.engine import environment
-from e2e.fuzz.cases import Case, cases
+from e2e.fuzz.cases import Case, cases, sampling_cases
 from e2e.fuzz.fields import body_fields, sglang_source
 from e2e.fuzz.fleet import KINDS, RestartableFleet, restartable_fleet
 from e2e.fuzz.run import GROUP, Target, run
+from sglang_rollout.sglang.api import GENERATE
 
 PORT = 27900
 
@@ -38,7 +40,8 @@ def main(*, seed: int, minutes: float, engines: int, kind: str, paths: tuple[str
     if replay is not None:
         wanted: Iterator[Case] = iter([Case(**json.loads(replay.read_text()))])
     else:
-        wanted = cases(seed, {path: names for path, names in fields.items() if not paths or path in paths})
+        systematic = [] if paths or kind == "reward" else sampling_cases(fields[GENERATE])
+        wanted = chain(systematic, cases(seed, {path: names for path, names in fields.items() if not paths or path in paths}))
     with restartable_fleet(folder, PORT, engines, kind) as fleet:
         found = list(findings(fleet, until(wanted, time.monotonic() + minutes * 60), out))
     sys.exit(bool(found))

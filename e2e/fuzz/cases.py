@@ -39,6 +39,7 @@ LISTS = {
     },
     **{text: text for text in ("[0, -1]", "[2048]", "[1e9]", "[0.5]", "[NaN]", "[[1], [2]]", '[["a"]]', '{"a": 1}', '{"a": {"b": []}}')},
     **{text: text for text in ('{"": null}', '{"0": 1e308}', '{"99999": 1}', '{"-1": 1}', '{"type": "json_schema"}', '{"id": "x"}')},
+    **{text: text for text in ('{"5": "x"}', '{"5": null}', '{"5": [1]}')},
     **{text: text for text in ('[{"type": "function", "function": {"name": ""}}]', '[{"role": "user", "content": null}]')},
     "list of 2^63": f"[{2**63}]",
     "nested lists": "[" * 3000 + "]" * 3000,
@@ -67,6 +68,12 @@ BASES: dict[str, dict[str, Any]] = {
 }
 PROMPTS = ("text", "input_ids", "input_embeds")
 """Fields of which a body may have one."""
+_COMPANION_FIELDS = {
+    "sampling_params.min_new_tokens": "2",
+    "sampling_params.logit_bias": '{"5": 1}',
+    "sampling_params.stop_token_ids": "[7]",
+}
+"""Fields with which SGLang uses other sampling parameters in further places."""
 COMPANIONS = {
     GENERATE: {
         **{
@@ -78,6 +85,7 @@ COMPANIONS = {
         },
         **{"sampling_params.min_new_tokens": "2", "sampling_params.max_new_tokens": "200", "sampling_params.regex": '"[a-z]+"'},
         **{"sampling_params.temperature": "0", "sampling_params.stop": '["a"]', "sampling_params.frequency_penalty": "0.5"},
+        **_COMPANION_FIELDS,
     },
     CHAT_COMPLETIONS: {"logprobs": "true", "stream": "true", "n": "3", "min_tokens": "2", "max_tokens": "200"},
     COMPLETIONS: {"logprobs": "3", "stream": "true", "n": "3", "min_tokens": "2", "echo": "true", "max_tokens": "200"},
@@ -155,3 +163,16 @@ def cases(seed: int, fields: Mapping[str, list[str]]) -> Iterator[Case]:
                 changes[other] = dice.choice(sorted(VALUES))
             form = dice.choice(sorted(FORMS)) if dice.random() < 0.1 else "plain"
             yield Case(path, {**changes, name: value}, form)
+
+
+def sampling_cases(fields: list[str], combined_every: int = 1) -> Iterator[Case]:
+    """Yield each value of each sampling parameter of ``/generate`` alone, and then with the companions that make SGLang use it.
+
+    Args:
+        fields: Fields of ``/generate``.
+        combined_every: Yield only each such number of the cases with companions.
+    """
+    values = [(name, value) for name in fields if name.startswith("sampling_params.") for value in VALUES]
+    yield from (Case(GENERATE, {"sampling_params": value}) for value in VALUES)
+    yield from (Case(GENERATE, {name: value}) for name, value in values)
+    yield from (Case(GENERATE, {**_COMPANION_FIELDS, name: value}) for name, value in values[::combined_every])

@@ -41,6 +41,8 @@ class Target:
     url: str
     probe: str = GENERATE
     """Path at which an engine that works answers."""
+    gates_only: bool = False
+    """True to send all cases to the gates, and none to the URL."""
     gates: list[str] = field(init=False)
     boots: dict[str, str | None] = field(init=False)
     statuses: Counter[int] = field(default_factory=Counter)
@@ -55,8 +57,8 @@ class Target:
         self.boots = self._boots()
 
     def send(self, case: Case, number: int) -> None:
-        """Send a case to one of the places, which ``number`` selects. Every second case goes to the URL."""
-        place = self.url if number % 2 else self.gates[number // 2 % len(self.gates)]
+        """Send a case to one of the places, which ``number`` selects. Without ``gates_only`` every second case goes to the URL."""
+        place = self.url if number % 2 and not self.gates_only else self.gates[number // 2 % len(self.gates)]
         headers = {"Content-Type": "application/json"}
         try:
             with requests.post(place + case.path, data=case.body(), headers=headers, timeout=CASE_SECONDS, stream=True) as reply:
@@ -101,10 +103,10 @@ def groups(cases: Iterable[Case], size: int = GROUP) -> Iterator[list[Case]]:
         yield group
 
 
-def run(target: Target, cases: Iterable[Case]) -> Failure | None:
-    """Send the cases, and return the first group after which an engine fails; None if all engines survive."""
+def run(target: Target, cases: Iterable[Case], size: int = GROUP) -> Failure | None:
+    """Send the cases, and return the first group of this size after which an engine fails; None if all engines survive."""
     with ThreadPoolExecutor(GROUP) as pool:
-        for turn, group in enumerate(groups(cases)):
+        for turn, group in enumerate(groups(cases, size)):
             list(pool.map(target.send, group, range(turn * 3, turn * 3 + len(group))))
             if problem := target.find_problem():
                 return Failure(group, problem)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from e2e.fuzz.__main__ import contains
-from e2e.fuzz.cases import BASES, FORMS, LARGE, VALUES, Case, cases
+from e2e.fuzz.cases import BASES, FORMS, LARGE, VALUES, Case, cases, sampling_cases
 from e2e.fuzz.fields import CLASSES, body_fields
 from e2e.fuzz.run import groups
 from sglang_rollout.sglang.api import DATA_PATHS, GENERATE
@@ -39,6 +39,16 @@ def test_a_seed_determines_the_cases_and_a_round_has_every_value() -> None:
     assert list(islice(cases(7, fields), size)) == list(islice(cases(7, fields), size))
     seen = {(case.path, name, value) for case in islice(cases(7, fields), size + 3 * len(LARGE)) for name, value in case.changes.items()}
     assert {(path, name, value) for path, names in fields.items() for name in names for value in VALUES} <= seen
+
+
+def test_each_value_of_a_sampling_parameter_is_sent_alone_and_with_companions() -> None:
+    fields, number = ["text", "sampling_params", "sampling_params.n"], len(VALUES)
+    found = list(sampling_cases(fields))
+    assert len(found) == 3 * number
+    assert found[number : 2 * number] == [Case(GENERATE, {"sampling_params.n": value}) for value in VALUES]
+    combined = json.loads(found[2 * number].body())["sampling_params"]
+    assert combined == {"max_new_tokens": 4, "min_new_tokens": 2, "logit_bias": {"5": 1}, "stop_token_ids": [7], "n": 0}
+    assert list(sampling_cases(fields, number)) == found[: 2 * number + 1]
 
 
 def test_a_simpler_case_has_one_change_less() -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 
 import pytest
 from e2e.engine import environment
-from e2e.fuzz.cases import cases
+from e2e.fuzz.cases import Case, cases, sampling_cases
 from e2e.fuzz.fields import body_fields, sglang_source
 from e2e.fuzz.fleet import restartable_fleet
-from e2e.fuzz.run import Target, run
+from e2e.fuzz.run import GROUP, Target, run
 
+from sglang_rollout.sglang.api import GENERATE
+from sglang_rollout.sglang.sampling_types import INTERNAL_SAMPLING_FIELDS, SAMPLING_TYPES
 from tests.contract.support.local_fleet import Urls
 from tests.support.ports import free_port
 
@@ -23,19 +26,37 @@ CASES = 1200
 """20 s on two cores."""
 
 
+COMBINED_EVERY = 3
+"""Of the sampling parameters with companions, so that the cases take less than a minute."""
+FIELDS = "sampling_params."
+
+
 def test_no_request_ends_an_engine(urls: Urls, tmp_path: Path) -> None:
-    send_cases(Target(urls.fleet), tmp_path, accepted=CASES // 40)
+    send_cases(Target(urls.fleet), islice(cases(SEED, all_fields()), CASES), tmp_path, accepted=CASES // 40)
+
+
+def test_no_sampling_parameter_ends_an_engine(urls: Urls, tmp_path: Path) -> None:
+    wanted = sampling_cases(all_fields()[GENERATE], COMBINED_EVERY)
+    send_cases(Target(urls.fleet, gates_only=True), wanted, tmp_path, accepted=200, size=32)
+
+
+def test_the_type_of_every_sampling_parameter_is_known(engine_environment: None) -> None:
+    names = {name.removeprefix(FIELDS) for name in all_fields()[GENERATE] if name.startswith(FIELDS)}
+    assert names == SAMPLING_TYPES.keys() | set(INTERNAL_SAMPLING_FIELDS)
 
 
 def test_no_request_ends_an_engine_with_a_reward_model(engine_environment: None, tmp_path: Path) -> None:
     with restartable_fleet(tmp_path, free_port(2), 1, "reward") as fleet:
         # Two thirds of the cases are for paths that generate, which this fleet refuses.
-        send_cases(Target(fleet.url, fleet.probe), tmp_path, accepted=CASES // 120)
+        send_cases(Target(fleet.url, fleet.probe), islice(cases(SEED, all_fields()), CASES), tmp_path, accepted=CASES // 120)
 
 
-def send_cases(target: Target, tmp_path: Path, *, accepted: int) -> None:
-    fields = body_fields(sglang_source(environment.python(make=False)))
-    failure = run(target, islice(cases(SEED, fields), CASES))
+def all_fields() -> dict[str, list[str]]:
+    return body_fields(sglang_source(environment.python(make=False)))
+
+
+def send_cases(target: Target, wanted: Iterable[Case], tmp_path: Path, *, accepted: int, size: int = GROUP) -> None:
+    failure = run(target, wanted, size)
     for number, case in enumerate(failure.cases if failure else ()):
         (tmp_path / f"{number}.json").write_text(json.dumps(vars(case)))
     assert failure is None, f"{failure.problem}; python -m e2e.fuzz --replay FILE sends one of the cases in {tmp_path}"
