@@ -26,6 +26,7 @@ WORDS = {
 GRAMMARS = {
     text: json.dumps(text)
     for text in (
+        *("(.|..)" * 40 + "!", "(?#[)(.*)*(.*)*!(?#])"),
         *("(", "(.*)*(.*)*(.*)*(.*)*!!!", "(a|a)*(a|a)*$", "[^!]{1,2000000}", "((a{1,999}){1,999}){1,999}", r"\p{L}+", "(?=a)b"),
         *("root ::= root", 'root ::= root "a" | root root', "root ::= undefined", 'root ::= "a"{1,9999999}'),
         *('{"type": "array", "minItems": 9999999}', '{"type": "string", "minLength": 99999999}', '{"$ref": "#"}', '{"type": "nosuch"}'),

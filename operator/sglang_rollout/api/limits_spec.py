@@ -49,8 +49,8 @@ class Limits(ApiModel):
     grammar_bytes: int = Field(default=128 * 1024, ge=1, le=64 * _MEGABYTE)
     """Bytes of the grammars of one request (`json_schema`, `regex`, `ebnf`, `structural_tag`, `choice`, `response_format`)."""
     stop_regex_repetitions: int = Field(default=1, ge=0, le=256)
-    """Repetitions (`*`, `+`, `?`, `{}`) in one pattern of `stop_regex`; a repeated group counts twice. The engine does nothing
-    while it matches a pattern, and patterns with more repetitions can take forever."""
+    """Repetitions (`*`, `+`, `?`, `{}`) in one pattern of `stop_regex`. The engine does nothing while it matches a pattern, and each
+    further repetition multiplies the time by the number of characters."""
     media_bytes: int = Field(default=64 * _MEGABYTE, ge=1, le=_LARGEST_BODY)
     """Bytes of images, audio and video in one request, as they are written (base64)."""
     media_urls: MediaUrls = MediaUrls.REFUSED

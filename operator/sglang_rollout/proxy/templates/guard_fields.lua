@@ -196,36 +196,106 @@ local function sampling_params(self, text, value)
   return nil, unreadable(self, "%s", WRONG_SAMPLING_PARAMS)
 end
 
--- Count what a pattern repeats, in a JSON string. Escaped characters and classes do not count, and the repetition of a group counts twice.
-local function repetitions(pattern)
-  if pattern:find("\\u00[0-7]") then
-    return math.huge -- perhaps a * that is written as an escape
+-- The place of the bracket that ends a class of characters; nil if there is none.
+local function class_end(pattern, at)
+  at = pattern:match("^%[%^?%]?()", at)
+  while true do
+    local place = pattern:find("[\\%]]", at)
+    if not place or pattern:byte(place) == 93 then -- ]
+      return place
+    end
+    at = place + 2
   end
-  pattern = pattern:gsub("\\\\.", "x"):gsub("%[%^?%]?[^%]]*%]", "x"):gsub("%(%?", "("):gsub("{%d*,?%d*}", "*"):gsub("([*+?])[?+]", "%1")
-  return select(2, pattern:gsub("[*+?]", "")) + select(2, pattern:gsub("%)[*+]", ""))
 end
 
--- Patterns that SGLang matches after each token. Python's matcher can take forever, and the engine does nothing else meanwhile.
+-- Count what a pattern of stop_regex repeats. Returns nil for a pattern whose match may take exponential time: groups that are repeated or
+-- that have alternatives, references, and all that begins with (?, which can also change how a pattern is read.
+local function repetitions(pattern)
+  local number, depth, at, after_group = 0, 0, 1, false
+  while at <= #pattern do
+    local sign, group = pattern:sub(at, at), after_group
+    local repeated = pattern:match("^[*+?]()", at) or pattern:match("^{%d*,?%d*}()", at)
+    after_group = false
+    if sign == "\\" then
+      if not pattern:find("^[^%dN]", at + 1) then
+        return nil
+      end
+      at = at + 2
+    elseif sign == "[" then
+      local close = class_end(pattern, at)
+      if not close then
+        return nil
+      end
+      at = close + 1
+    elseif repeated then
+      if group then
+        return nil
+      end
+      number = number + 1
+      at = pattern:match("^[?+]()", repeated) or repeated -- a?? and a*+ are one repetition each
+    else
+      if pattern:find("^%(%?", at) or (sign == "|" and depth > 0) then
+        return nil
+      end
+      depth = depth + (sign == "(" and 1 or 0) - (sign == ")" and 1 or 0)
+      after_group = sign == ")"
+      at = at + 1
+    end
+  end
+  return number
+end
+
+-- A pattern in a JSON string. Python's matcher can take forever, and the engine does nothing else meanwhile.
+local function check_pattern(self, key, word)
+  local hidden = false
+  local pattern = word:gsub("\\(.)(%x?%x?%x?%x?)", function(sign, digits)
+    hidden = hidden or (sign == "u" and digits:find("^00[0-7]") ~= nil)
+    return (sign == "\\" and "\\" or "x") .. digits
+  end)
+  if hidden then
+    return unreadable(self, "%s has characters that are written as escapes. Write them plainly.", key)
+  end
+  local number = repetitions(pattern)
+  if not number then
+    return refuse(
+      self, "would_end_the_engine", "%s may take forever: write it without (?, references, repeated groups and alternatives in groups.", key
+    )
+  end
+  if number > SETTINGS.stopRegexRepetitions then
+    return above(self, "The number of repetitions in " .. key, number, "stopRegexRepetitions")
+  end
+end
+
+-- Patterns that SGLang matches after each token.
 local function stop_patterns(self, text, value, key)
   local word = text:sub(value, value + PATTERNS_WINDOW)
   local plain = word:gsub('\\["\\]', "  ") -- as long as the word, without the quotes inside of strings
-  local at = 1
-  repeat
-    local first, close = plain:match('^[%[,%s]*"()[^"]*()"', at)
-    local number = first and repetitions(word:sub(first, close - 1)) or 0
-    if number > SETTINGS.stopRegexRepetitions then
-      return nil, above(self, "The number of repetitions in " .. key, number, "stopRegexRepetitions")
+  local listed = plain:byte() == 91 -- [
+  local at = plain:match(listed and "^%[[%s,]*()" or "^()")
+  while at <= #plain do
+    local close = plain:match('^"[^"]*()"', at)
+    if plain:byte(at) ~= 34 then -- "
+      if plain:find(listed and "^%]" or "^n", at) then
+        return value
+      end
+      return nil, unreadable(self, WRONG_TYPE.texts, key)
     end
-    at = first and close + 1 or at
-  until not first or plain:byte() == 34 -- "
-  local continues = plain:find('^[%[,%s]*$', at) or plain:find('^[%[,%s]*"[^"]*$', at)
-  if continues and plain:find(at == 1 and '^["%[]' or "^%[") then
-    if #word > PATTERNS_WINDOW then
-      return nil, unreadable(self, "%s is longer than %d bytes.", key, PATTERNS_WINDOW)
+    if not close then
+      break
     end
-    return nil
+    local sentence = check_pattern(self, key, word:sub(at + 1, close - 1))
+    if sentence then
+      return nil, sentence
+    end
+    if not listed then
+      return value
+    end
+    at = plain:match("^[%s,]*()", close + 1)
   end
-  return value
+  if #word > PATTERNS_WINDOW then
+    return nil, unreadable(self, "%s is longer than %d bytes.", key, PATTERNS_WINDOW)
+  end
+  return nil
 end
 
 -- Token ids. Options: `empty` if the list may be empty, `texts` if it may hold texts, `prompts` if its rows are prompts, `most` for the

@@ -73,6 +73,13 @@ REFUSED: list[tuple[str, Any, str]] = [
     (SCORE, {"query": "", "items": ["a", ""]}, "items" + EMPTY),
 ]  # fmt: skip
 
+FOREVER = "stop_regex may take forever: write it without (?, references, repeated groups and alternatives in groups."
+HIDDEN = "stop_regex has characters that are written as escapes. Write them plainly."
+NO_TEXTS = "stop_regex is neither a string nor a list of strings."
+EVIL_PATTERNS = [
+    *("(.*)*(.*)*!", "(a|a)*$", "(.|..)" * 40 + "!", "(?#[)(.*)*(.*)*!(?#])", "(?x)[a # ]\n(a+)+ # [\n!]", "(a+)+b", "(a){2}", "(a)?b"),
+    *("(?:a|b)", "(?i)a", "(?=a)b", "(?P<x>a)", r"(a)\1", r"\N{ASTERISK}", "[]a", "a[", "\\", r"(\()*", "([)])*", "(])*"),
+]
 REPETITIONS = "The number of repetitions in stop_regex is {}, above the limit of 1; engine.limits.stopRegexRepetitions raises it."
 
 
@@ -88,12 +95,19 @@ def types(kind: str) -> list[str]:
 
 
 REFUSED_SAMPLING: list[tuple[str, Any, str]] = [
-    (GENERATE, sampled(stop_regex="(.*)*(.*)*!"), REPETITIONS.format(6)),
-    (GENERATE, sampled(stop_regex=["a", "(a|a)*$"]), REPETITIONS.format(2)),
+    *((GENERATE, sampled(stop_regex=pattern), FOREVER) for pattern in EVIL_PATTERNS),
+    *((GENERATE, sampled(stop_regex=["a", pattern, "b"]), FOREVER) for pattern in EVIL_PATTERNS),
+    (CHAT, {"messages": [], "stop_regex": EVIL_PATTERNS[0]}, FOREVER),
+    (GENERATE, sampled(stop_regex=["a", ".*a|b*"]), REPETITIONS.format(2)),
     (GENERATE, sampled(stop_regex=r"\d+\.\d+"), REPETITIONS.format(2)),
+    (GENERATE, sampled(stop_regex=r"[\]*]+]*"), REPETITIONS.format(2)),
+    (GENERATE, sampled(stop_regex="(.*)(.*)!"), REPETITIONS.format(2)),
     (GENERATE, sampled(stop_regex='"[^"]*"?'), REPETITIONS.format(2)),
     (CHAT, {"messages": [], "stop_regex": ["x{1,9}y{2}"]}, REPETITIONS.format(2)),
-    (GENERATE, '{"text": "a", "sampling_params": {"stop_regex": "a\\u002a"}}', REPETITIONS.format("inf")),
+    (GENERATE, '{"text": "a", "sampling_params": {"stop_regex": "a\\u002a"}}', HIDDEN),
+    (GENERATE, '{"text": "a", "sampling_params": {"stop_regex": ["a\\u0028"]}}', HIDDEN),
+    *((GENERATE, sampled(stop_regex=value), NO_TEXTS) for value in (5, {"a": "b"}, [["a"]], ["a", 5], ["a", None], [{}], True)),
+    (CHAT, {"messages": [], "stop_regex": ["a", {"b": "c"}]}, NO_TEXTS),
     (GENERATE, sampled(stream_interval="1"), "stream_interval is ?1?: write a number."),
     (GENERATE, sampled(stream_interval=[1]), "stream_interval is no number."),
     (GENERATE, sampled(stop_token_ids={"99999": 1}, min_new_tokens=3), "stop_token_ids is no list of token ids."),
@@ -127,9 +141,13 @@ REFUSED_SAMPLING: list[tuple[str, Any, str]] = [
 ]
 
 TAKEN: list[tuple[str, Any]] = [
-    (GENERATE, sampled(stop_regex=[r"\n+Human:", "[.!?*]", "(?:a|b)c?", r"\*\+x{3}", 'say "', "[^]]+?"], stream_interval=2, top_p=0.5)),
+    (GENERATE, sampled(stop_regex=[r"\n+Human:", "[.!?*]", "a|b|c?", r"\*\+x{3}", 'say "', "[^]]+?"], stream_interval=2, top_p=0.5)),
     (GENERATE, sampled(stop_regex="", json_schema=None, temperature=None, max_new_tokens=None, frequency_penalty=-1.5)),
     (GENERATE, sampled(stop_regex=[])),
+    (
+        GENERATE,
+        sampled(stop_regex=[r"(a)(b)\d*", r"\(\|\)+", "[(|)]*", "a*?", "a++", "é+", "\n", "^a$|^b$", r"\[x|y", "{a}b?", "[^]|(]", "()"]),
+    ),
     (
         GENERATE,
         sampled(logit_bias={"5": -100, "06": 0.5}, stop=["]", "\\", '"', "{", "é"], custom_params={"stop": 5, "logit_bias": {"a": "b"}}),
