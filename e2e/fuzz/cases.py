@@ -13,6 +13,12 @@ from sglang_rollout.sglang.api import CHAT_COMPLETIONS, COMPLETIONS, GENERATE
 
 MILLION = 10**6
 
+
+def _tool(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a function with one argument, for ``tools`` of chats."""
+    return {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": schema}, "required": ["a"]}}}
+
+
 NUMBERS = {
     **{str(number): str(number) for number in (0, -1, 1, 3, 0.5, -0.5, -2, 2049)},
     **{"2^31": str(2**31), "2^63": str(2**63), "-2^63-1": str(-(2**63) - 1), "400 digits": "9" * 400, "5000 digits": "9" * 5000},
@@ -41,6 +47,7 @@ LISTS = {
     **{text: text for text in ("[0, -1]", "[2048]", "[1e9]", "[0.5]", "[NaN]", "[[1], [2]]", '[["a"]]', '{"a": 1}', '{"a": {"b": []}}')},
     **{text: text for text in ('{"": null}', '{"0": 1e308}', '{"99999": 1}', '{"-1": 1}', '{"type": "json_schema"}', '{"id": "x"}')},
     **{text: text for text in ('{"5": "x"}', '{"5": null}', '{"5": [1]}')},
+    "tool": json.dumps([_tool({"pattern": "(a|a)*b", "type": "string"})]),
     **{text: text for text in ('[{"type": "function", "function": {"name": ""}}]', '[{"role": "user", "content": null}]')},
     "list of 2^63": f"[{2**63}]",
     "nested lists": "[" * 3000 + "]" * 3000,
@@ -51,6 +58,7 @@ LARGE: Mapping[str, Callable[[], str]] = {
     "a million lists": lambda: json.dumps([[7]] * MILLION),
     "a million texts": lambda: json.dumps(["a"] * MILLION),
     "a million letters": lambda: json.dumps("a" * MILLION),
+    "a tool with 20,000 words": lambda: json.dumps([_tool({"enum": [f"word{number}" for number in range(20_000)]})]),
     "100,000 keys": lambda: json.dumps({str(number): 1 for number in range(100_000)}),
 }
 VALUES: dict[str, str] = {**NUMBERS, **WORDS, **GRAMMARS, **LISTS}
@@ -88,7 +96,7 @@ COMPANIONS = {
         **{"sampling_params.temperature": "0", "sampling_params.stop": '["a"]', "sampling_params.frequency_penalty": "0.5"},
         **_COMPANION_FIELDS,
     },
-    CHAT_COMPLETIONS: {"logprobs": "true", "stream": "true", "n": "3", "min_tokens": "2", "max_tokens": "200"},
+    CHAT_COMPLETIONS: {"logprobs": "true", "stream": "true", "n": "3", "min_tokens": "2", "max_tokens": "200", "tool_choice": '"required"'},
     COMPLETIONS: {"logprobs": "3", "stream": "true", "n": "3", "min_tokens": "2", "echo": "true", "max_tokens": "200"},
 }
 """Valid values of fields that make others effective."""

@@ -47,7 +47,8 @@ class Limits(ApiModel):
     """Log-probabilities of each token (`top_logprobs_num`, `logprobs`, `top_logprobs`), and token IDs in `token_ids_logprob` and
     `label_token_ids`."""
     grammar_bytes: int = Field(default=128 * 1024, ge=1, le=64 * _MEGABYTE)
-    """Bytes of the grammars of one request (`json_schema`, `regex`, `ebnf`, `structural_tag`, `choice`, `response_format`)."""
+    """Bytes of the grammars of one request (`json_schema`, `regex`, `ebnf`, `structural_tag`, `choice`, `response_format`, and
+    `tools` of chats)."""
     stop_regex_repetitions: int = Field(default=1, ge=0, le=256)
     """Repetitions (`*`, `+`, `?`, `{}`) in one pattern of `stop_regex`. The engine does nothing while it matches a pattern, and each
     further repetition multiplies the time by the number of characters."""

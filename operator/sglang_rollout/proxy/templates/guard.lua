@@ -317,7 +317,8 @@ function Guard:read_key(text, quote, key, from)
   local sampling = depth > 1 and self.key[1] == "sampling_params" and self.fields.sampling_params
   local read = self.fields[key]
   if not read or depth > 2 or (depth == 2 and not sampling) then
-    read = MEDIA_KEYS[key]
+    -- Messages of the system may have tools of their own.
+    read = depth == 2 and key == "tools" and self.key[1] == "messages" and self.fields.tools or MEDIA_KEYS[key]
   end
   if sampling and depth == 3 and self.key[2] == "logit_bias" then
     read = bias

@@ -433,7 +433,9 @@ local FIELDS = {
     custom_labels = NEVER,
   }),
   ["/v1/completions"] = with({ prompt = IDS_OR_TEXTS, min_tokens = number(least_tokens), logprobs = number(number_of_logprobs) }),
-  ["/v1/chat/completions"] = with({ min_tokens = number(least_tokens), top_logprobs = number(number_of_logprobs) }),
+  ["/v1/chat/completions"] = with({
+    min_tokens = number(least_tokens), top_logprobs = number(number_of_logprobs), tools = GRAMMAR, -- if tool_choice demands a call
+  }),
 }
 for _, path in ipairs({ "/classify", "/encode" }) do
   FIELDS[path] = with({ text = texts, min_new_tokens = number(least_tokens), embed_overrides = NEVER })

@@ -273,11 +273,17 @@ ABOVE: list[tuple[str, Any, str, str]] = [
     (SCORE, {"query": "a", "items": "b", "label_token_ids": [1] * 6}, "label_token_ids has more than 5 tokens", "logprobsPerToken"),
 ]  # fmt: skip
 
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"enum": ["x" * 40]}}}}}
+
 SIZES: list[tuple[str, Any, str]] = [
     *((GENERATE, {"text": "a", "sampling_params": {key: "x" * 80}}, "grammarBytes") for key in ("json_schema", "regex", "ebnf")),
     (GENERATE, {"text": "a", "sampling_params": {"structural_tag": json.dumps({"a": ["x" * 40, "y" * 40]})}}, "grammarBytes"),
     (GENERATE, {"text": "a", "sampling_params": {"regex": "x" * 40, "ebnf": "y" * 40}}, "grammarBytes"),
     (CHAT, {"messages": [], "response_format": {"type": "json_schema", "json_schema": {"schema": {"a": "x" * 60}}}}, "grammarBytes"),
+    (CHAT, {"messages": [], "tools": [TOOL], "tool_choice": "required"}, "grammarBytes"),
+    (CHAT, {"messages": [], "tool_choice": {"function": {"name": "f"}}, "tools": [TOOL, {}]}, "grammarBytes"),
+    (CHAT, {"messages": [{"role": "system", "tools": [TOOL], "content": ""}], "tool_choice": "required"}, "grammarBytes"),
+    (CHAT, {"messages": [], "regex": "x" * 40, "tools": [{"a": "x" * 20}]}, "grammarBytes"),
     (GENERATE, {"text": "a", "image_data": PNG[:120]}, "mediaBytes"),
     (GENERATE, {"text": "a", "image_data": [PNG[:60], {"url": PNG[:60]}]}, "mediaBytes"),
     (GENERATE, {"text": "a", "audio_data": PNG[:60], "video_data": PNG[:60]}, "mediaBytes"),
@@ -295,8 +301,10 @@ WITHIN: list[tuple[str, Any]] = [
     (GENERATE, {"input_embeds": [[0.5, 1e-3]] * 9, "sampling_params": {"n": None}}),
     (GENERATE, {"text": "a", "image_data": [PNG[:30], {"url": PNG[:20]}], "metadata": "x" * 300}),
     (COMPLETIONS, {"prompt": "a", "n": 8, "best_of": 8, "logprobs": 5, "json_schema": "x" * 40}),
-    (CHAT, {"messages": [{"content": "x" * 300}], "n": 8, "tools": [{"properties": {"n": {"maximum": 99}, "text": ["a"] * 9}}]}),
-    (CHAT, {"messages": [], "tools": [{"properties": {"\u540d\u524d": {}, "^\\d\\w$": {}, "a&b": {}}}], "custom_logit_processor": None}),
+    (CHAT, {"messages": [{"content": "x" * 300}], "n": 8, "metadata": [{"properties": {"n": {"maximum": 99}, "text": ["a"] * 9}}]}),
+    (CHAT, {"messages": [{"content": "a", "tools": []}], "tools": [{"n": 99}]}),
+    (COMPLETIONS, {"prompt": "a", "tools": [TOOL, TOOL]}),
+    (CHAT, {"messages": [], "metadata": [{"properties": {"\u540d\u524d": {}, "^\\d\\w$": {}, "a&b": {}}}], "custom_logit_processor": None}),
     (SCORE, {"query": "a", "items": ["b"] * 4, "label_token_ids": [1] * 5}),
 ]  # fmt: skip
 
