@@ -20,10 +20,12 @@ CODE = REPOSITORY / "operator/sglang_rollout"
 REASONS = {reason.value for reason in Reason}
 QUOTED = {"didn't have free ports"}
 """Messages of Kubernetes' scheduler."""
-EPHEMERAL_PORTS = {32768, 60999}
-"""First and last, as Linux sets them."""
+EPHEMERAL_PORTS = {32767, 32768, 60999}
+"""First and last, as Linux sets them, and the port before them."""
 PROCESS_GROUP_PORTS = {1024, 29999, 30200, 65535}
 """Ends of the ranges on which engines of a process group connect to each other."""
+SGLANG_PORTS = {*range(30101, 30107), 30113}
+"""SGLang's own sockets, which it counts from the port at which the ranks of an engine meet."""
 
 
 def read(page: str) -> str:
@@ -96,7 +98,7 @@ def test_troubleshooting_quotes_messages_of_the_code() -> None:
 def test_network_names_every_port() -> None:
     known = {value for name, value in vars(ports).items() if name.endswith("_PORT")}
     named = {int(number) for number in re.findall(r"\b\d{4,5}\b", read("network.md"))}
-    assert named - EPHEMERAL_PORTS - PROCESS_GROUP_PORTS == known
+    assert named - EPHEMERAL_PORTS - PROCESS_GROUP_PORTS - SGLANG_PORTS == known
 
 
 def rendered_resources() -> Iterator[tuple[str, tuple[str, str]]]:

@@ -26,7 +26,7 @@ def test_a_message_cannot_forge_a_line(separator: str) -> None:
 
 
 def test_text_of_people_stays_readable() -> None:
-    assert line_of("Modell für 政策 🚀 C:\\path").endswith("INFO    Modell für 政策 🚀 C:\\path")
+    assert line_of("Größe für 政策 🚀 C:\\path").endswith("INFO    Größe für 政策 🚀 C:\\path")
 
 
 def test_a_traceback_stays_readable_and_forges_no_line() -> None:

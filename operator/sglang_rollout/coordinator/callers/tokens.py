@@ -22,7 +22,7 @@ _CLAIMS = ("exp", "nbf", "iss", "aud", "sub")
 _SUBJECT = "system:serviceaccount:"
 _KUBERNETES = "kubernetes.io"
 _UNBOUND_CLAIMS = frozenset({"namespace", "serviceaccount", "warnafter"})
-"""Claims of a token that is bound to no object. A token with another claim may be bound to an object whose end nobody notices."""
+"""Claims of a token that is bound to no object. Other claims may name an object whose end the coordinator does not notice."""
 _CLAIMS_OF_PODS = _UNBOUND_CLAIMS | {"pod", "node"}
 """Claims of a token that is bound to a pod. Since Kubernetes 1.30 it names the pod's node."""
 

@@ -210,6 +210,9 @@ def test_tensors_of_two_trainers_never_become_one_version() -> None:
     world = hybrid()
     assert send_tensors(world, "e0", "a", ANNE).success
     world.tick(EXPIRED)
+    # The trainer still has the memory of e1, so its lease lasts.
+    assert world.do(AtEngine("e1", rq.ResumeMemory(("weights",))), BEN).status == 409
+    assert world.do(rq.Claim(take_over=True), BEN).success
     assert send_tensors(world, "e1", "b", BEN).success
     assert world.machine.fleet.update is not None
     assert (world.machine.fleet.update.author, set(world.machine.fleet.update.boots)) == (BEN, {"e1"})

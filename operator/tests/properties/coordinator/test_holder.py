@@ -178,7 +178,7 @@ def make_shared(mode: FleetMode) -> World:
     world.mode = mode
     world.send_intent()
     world.settle()
-    assert world.do(rq.ResumeMemory(()), BEN).success, "nobody holds a new fleet"
+    assert world.do(rq.ResumeMemory(()), BEN).success, "no trainer holds a new fleet"
     assert world.machine.fleet.holder == ""
     assert world.do(rq.ReleaseMemory(()), ANNE).success
     assert world.machine.fleet.holder == ANNE

@@ -75,6 +75,8 @@ REFUSED: list[tuple[str, Any, str]] = [
 
 FOREVER = "stop_regex may take forever: write it without (?, references, repeated groups and alternatives in groups."
 HIDDEN = "stop_regex has characters that are written as escapes. Write them plainly."
+NOT_TEXTS: tuple[Any, ...] = (5, {"a": "b"}, [["a"]], ["a", 5], ["a", None], [{}], True)
+NOT_NUMBERS: tuple[Any, ...] = ("1", None, [1], {}, True)
 NO_TEXTS = "stop_regex is neither a string nor a list of strings."
 EVIL_PATTERNS = [
     *("(.*)*(.*)*!", "(a|a)*$", "(.|..)" * 40 + "!", "(?#[)(.*)*(.*)*!(?#])", "(?x)[a # ]\n(a+)+ # [\n!]", "(a+)+b", "(a){2}", "(a)?b"),
@@ -106,7 +108,7 @@ REFUSED_SAMPLING: list[tuple[str, Any, str]] = [
     (CHAT, {"messages": [], "stop_regex": ["x{1,9}y{2}"]}, REPETITIONS.format(2)),
     (GENERATE, '{"text": "a", "sampling_params": {"stop_regex": "a\\u002a"}}', HIDDEN),
     (GENERATE, '{"text": "a", "sampling_params": {"stop_regex": ["a\\u0028"]}}', HIDDEN),
-    *((GENERATE, sampled(stop_regex=value), NO_TEXTS) for value in (5, {"a": "b"}, [["a"]], ["a", 5], ["a", None], [{}], True)),
+    *((GENERATE, sampled(stop_regex=value), NO_TEXTS) for value in NOT_TEXTS),
     (CHAT, {"messages": [], "stop_regex": ["a", {"b": "c"}]}, NO_TEXTS),
     (GENERATE, sampled(stream_interval="1"), "stream_interval is ?1?: write a number."),
     (GENERATE, sampled(stream_interval=[1]), "stream_interval is no number."),
@@ -127,7 +129,7 @@ REFUSED_SAMPLING: list[tuple[str, Any, str]] = [
     (GENERATE, sampled(stop=["a", None]), "stop is neither a string nor a list of strings."),
     (GENERATE, {"text": ["a"], "sampling_params": [{}, {"stop": ["]", 5]}]}, "stop is neither a string nor a list of strings."),
     (GENERATE, sampled(logit_bias=["5"]), "logit_bias is no object of numbers."),
-    *((GENERATE, sampled(logit_bias={"5": 1, "6": value}), "logit_bias is no object of numbers.") for value in ("1", None, [1], {}, True)),
+    *((GENERATE, sampled(logit_bias={"5": 1, "6": value}), "logit_bias is no object of numbers.") for value in NOT_NUMBERS),
     (GENERATE, sampled(logit_bias={"5": 10**400}), "logit_bias is no object of numbers."),
     (GENERATE, {"text": ["a", "b"], "sampling_params": [{}, {"max_new_tokens": "4"}]}, "max_new_tokens is ?4?: write a number."),
     (GENERATE, sampled(json_schema={"type": "object"}), "json_schema is no string: write the grammar into one."),
