@@ -29,7 +29,7 @@ async def lab(tmp_path: Path) -> AsyncIterator[Lab]:
         lab.start(listen=UnixSocket(str(tmp_path / "c.sock")), pod_listen=Address("127.0.0.1", lab.port))
         socket = aiohttp.UnixConnector(str(tmp_path / "c.sock"))
         named = {CALLER_HEADER: "127.0.0.1"}
-        async with aiohttp.ClientSession(base_url="http://coordinator", connector=socket, headers=named) as front:
+        async with aiohttp.ClientSession(base_url="http://localhost", connector=socket, headers=named) as front:
 
             async def serves() -> bool:
                 async with front.get(FLEET) as reply:

@@ -30,6 +30,7 @@ def fleet(engine_environment: None, tmp_path_factory: pytest.TempPathFactory) ->
 def torchrun(fleet: Urls, snapshots: Path, ranks: int, *cases: str) -> Seen:
     """Run cases one after another, and return what each rank saw."""
     variables = environment.environment_variables()
+    del variables["TORCHDYNAMO_DISABLE"]  # a case compiles its model
     variables |= {"PYTHONPATH": os.pathsep.join([str(OPERATOR), variables["PYTHONPATH"]]), "SNAPSHOTS": str(snapshots)}
     command = [str(environment.python(make=False)), "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command += [str(TRAINERS / "sharded.py"), fleet.fleet, fleet.model, *cases]

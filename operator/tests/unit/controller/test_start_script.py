@@ -74,6 +74,11 @@ class Member:
             assert time.monotonic() < deadline, f"{name} was not written"
             time.sleep(0.02)
 
+    def wait_for_start(self) -> None:
+        """Wait until the command has written ``started``. The script sets its handler of SIGTERM right after it has started the command."""
+        self.wait_for("started")
+        time.sleep(0.5)
+
     def go(self, boot: str | None = None) -> None:
         self.wait_for("boot")
         (self.folder / "go").write_text(boot or (self.folder / "boot").read_text())
@@ -165,7 +170,7 @@ def test_rank_that_ignores_sigterm_is_killed_and_rank_0_is_not(tmp_path: Path, m
     """SGLang's ranks other than 0 leave SIGTERM to rank 0, which may be gone."""
     follower = member(1, "sh", "-c", f"trap '' TERM; touch {tmp_path}/started; while :; do sleep 1; done")
     follower.go()
-    follower.wait_for("started")
+    follower.wait_for_start()
     follower.process.terminate()
     assert follower.end() == 128 + signal.SIGKILL
 
@@ -173,7 +178,7 @@ def test_rank_that_ignores_sigterm_is_killed_and_rank_0_is_not(tmp_path: Path, m
 def test_rank_0_ends_by_itself(tmp_path: Path, member: Callable[..., Member]) -> None:
     leader = member(0, "sh", "-c", f"trap 'exit 5' TERM; touch {tmp_path}/started; while :; do sleep 0.1; done")
     leader.go()
-    leader.wait_for("started")
+    leader.wait_for_start()
     leader.process.terminate()
     assert leader.end() == 5
 
