@@ -34,7 +34,7 @@ from sglang_rollout.wire.ports import TERM_HEADER
 FRONT_BYTES, GATE_BYTES = 59_000, 4000
 """Bytes of an unfinished body: nearly as many as the front, and the gate, wait for."""
 ADDRESSES = [f"127.0.0.{number}" for number in range(2, 10)]
-"""Addresses of clients. One address alone cannot use all connections."""
+"""Addresses of clients. Three addresses cannot use all connections."""
 CONTROL_BYTES = 8 * 2**20
 AGENT_BYTES = 16 * 2**20
 ENGINES = 64

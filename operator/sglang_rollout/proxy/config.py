@@ -62,6 +62,10 @@ _SENTENCES = {
         "The gate of this engine is closed: the engine is not up, or does not hold the weights that the fleet has committed. "
         "Use another engine, or try again.",
     ),
+    "address_full": (
+        "too_many_requests_open",
+        "This address has a quarter of all open requests for tokens, which is its limit. Try again when some have ended.",
+    ),
     "full": ("too_many_requests_open", "The limit of open requests is reached. Try again when some have ended."),
     "broken": ("engine_broke_off", "The server of this request closed the connection before it answered."),
     "agent_away": (
@@ -255,6 +259,7 @@ def gate_config(params: GateParams) -> str:
             _MetricsSource("agent", params.agent, ports.METRICS_AGENT, ports.AGENT_METRICS),
         ),
         caller_header=CALLER_HEADER,
+        per_address=params.maxconn - _reserved(params.maxconn) // 2,
         **_shared(params.maxconn, params.request_bytes),
     )
 
@@ -312,6 +317,7 @@ def front_config(params: FrontParams) -> str:
         refusals=_REFUSALS,
         refusal_seconds=_REFUSAL_SECONDS,
         calls_per_address=_CALLS_PER_ADDRESS,
+        **_address_shares(params.maxconn),
         many=_regex(_MANY),
         one=_regex(_ONE),
         dropped=_regex(GENERATE_PATTERN),
@@ -364,19 +370,27 @@ def _probes(listen: Address | None, own_path: str, backends: Mapping[str, str]) 
     }
 
 
-def _shared(maxconn: int, request_bytes: int) -> dict[str, object]:
-    """Return values for both templates.
+def _reserved(maxconn: int) -> int:
+    """Return the number of connections that stay free for control calls: one in eight, at least 16."""
+    return max(16, maxconn // 8)
 
-    One connection in eight, at least 16, stays free for control calls, and half of these for other addresses than the busiest one.
+
+def _address_shares(maxconn: int) -> dict[str, int]:
+    """Return the most connections and open data requests of one address in the front: a quarter of all.
+
+    The share of data requests is smaller, so that a client gets an answer before its connections are reset.
     """
-    reserved = max(16, maxconn // 8)
+    return {"per_address": maxconn // 4, "data_per_address": max(1, (maxconn - _reserved(maxconn)) // 4)}
+
+
+def _shared(maxconn: int, request_bytes: int) -> dict[str, object]:
+    """Return values for both templates."""
     too_large = f"The body has more than {request_bytes} bytes; engine.limits.requestBytes raises it."
     return {
         "maxconn": maxconn,
         "other_connections": _METRICS_CONNECTIONS + _PROBE_CONNECTIONS,
         "body_seconds": _BODY_SECONDS,
-        "data_limit": maxconn - reserved,
-        "per_address": maxconn - reserved // 2,
+        "data_limit": maxconn - _reserved(maxconn),
         "data_paths": " ".join(DATA_PATHS),
         "models_path": f"{MODELS}/",
         "encoded": _body(*_ENCODED, kind="invalid_request_error"),

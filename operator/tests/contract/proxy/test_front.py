@@ -200,8 +200,8 @@ async def test_the_url_answers_control_calls_while_callers_of_data_paths_use_all
                     return False
 
             await until(is_up, 60, "the front answers")
-            for _ in range(128):
-                _, writer = await asyncio.open_connection("127.0.0.1", generate)
+            for number in range(64):
+                _, writer = await asyncio.open_connection("127.0.0.1", generate, local_addr=(f"127.0.0.{2 + number // 16}", 0))
                 writer.write(b"POST /generate HTTP/1.1\r\nHost: fleet\r\nContent-Length: 50\r\n\r\n{")
                 writers.append(writer)
             late = asyncio.create_task(http.get(f"http://127.0.0.1:{generate}{FRONT_HEALTH}").__aenter__())
@@ -322,6 +322,20 @@ async def test_one_address_has_a_limited_number_of_open_control_calls(front: Fro
         assert {(await call).status for call in waiting} == {200}
 
 
+async def test_one_address_has_a_quarter_of_the_open_data_requests(tmp_path: Path) -> None:
+    async with small_front(tmp_path) as (port, _), unfinished_bodies(port, {"127.0.0.2": DATA_REQUESTS // 4}):
+        url, body = f"http://127.0.0.1:{port}/generate", '{"text": ["a"]}'
+
+        async def is_refused() -> bool:
+            async with client_at("127.0.0.2") as http, http.post(url, data=body) as reply:
+                answer = await reply.json()
+                return (reply.status, reply.headers.get("Retry-After")) == (503, "1") and "quarter" in answer["error"]["message"]
+
+        await until(is_refused, 10, "the front counts the requests")
+        async with client_at("127.0.0.3") as http, http.post(url, data=body) as reply:
+            assert (await reply.json())["from"] == "batches"
+
+
 def client_at(address: str) -> aiohttp.ClientSession:
     """Return a client that connects from an address."""
     return aiohttp.ClientSession(connector=aiohttp.TCPConnector(local_addr=(address, 0), limit=0))
@@ -347,6 +361,8 @@ async def test_a_body_whose_length_is_above_the_limit_reaches_no_process(front: 
 
 CONNECTIONS = 64
 """Connections of a small front."""
+DATA_REQUESTS = 48
+"""Connections of these that data requests may use."""
 
 
 @asynccontextmanager
@@ -405,7 +421,7 @@ async def get(port: int, path: str) -> int:
 
 
 async def test_probes_are_answered_while_callers_use_all_connections(tmp_path: Path) -> None:
-    clients = {"127.0.0.2": CONNECTIONS // 2, "127.0.0.3": CONNECTIONS // 2}
+    clients = {f"127.0.0.{number}": CONNECTIONS // 8 for number in range(2, 10)}
     async with small_front(tmp_path) as (port, probe), unfinished_bodies(port, clients) as writers:
         late = asyncio.create_task(get(port, FLEET))
         await asyncio.wait({late}, timeout=1)
@@ -417,8 +433,9 @@ async def test_probes_are_answered_while_callers_use_all_connections(tmp_path: P
         assert await late == 200
 
 
-async def test_one_client_cannot_use_up_all_connections(tmp_path: Path) -> None:
-    async with small_front(tmp_path) as (port, probe), unfinished_bodies(port, {"127.0.0.2": 2 * CONNECTIONS}):
+async def test_three_clients_cannot_use_up_all_connections(tmp_path: Path) -> None:
+    clients = {f"127.0.0.{number}": CONNECTIONS for number in range(2, 5)}
+    async with small_front(tmp_path) as (port, probe), unfinished_bodies(port, clients):
         assert [await get(port, FLEET) for _ in range(5)] == [200] * 5
         assert await probe(FRONT_HEALTH) == (200, "")
 
