@@ -1,7 +1,7 @@
 """Routes of the batch server: batches, which go to smg one prompt at a time, and requests that bypass smg and go to an engine.
 
-Embeddings, rewards and scores bypass smg too. Besides these, the front sends only requests here whose prompt is hidden behind a long
-field. Every other request is forwarded to smg unchanged.
+Embeddings, rewards and scores bypass smg too. The front also sends long bodies here, because smg limits neither the time of a body nor
+the memory of all bodies. They are forwarded to smg unchanged.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ MAX_BODY_BYTES = 64 * 2**20
 ATTEMPTS = 2
 """Engines that get a prompt, if the first breaks off: no prompt ends more than two. The front has the same limit."""
 BODY_SECONDS = 60.0
-"""Longest time until a further part of a body arrives."""
+"""Longest time until a body has arrived, besides the time for its bytes."""
+BODY_BYTES_PER_SECOND = 2**20
+"""Least speed at which a body may arrive after that time."""
 MAX_RUNNING_PROMPTS = 1024
 """Prompts of one batch that are sent at a time."""
 _SESSION_HEADERS = ("x-smg-routing-key", "x-session-id")
@@ -142,6 +144,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
         bypass = should_bypass_smg(request.path, body)
         del body
         return await _forward_single(request, data, bypass=bypass)
+    _check_batch_bytes(len(data))
     common = min(batch.size, MAX_RUNNING_PROMPTS) * len(encode(batch.common))  # each prompt is sent with the common fields
     request[SHARE].set_body(objects_bytes(data) + common)
     sent = len(data) + common
@@ -185,7 +188,9 @@ async def direct(request: web.Request) -> web.StreamResponse:
 
     The body is encoded again, so that the gate's filter sees every key and number in its plain form.
     """
-    data = encode(_parse(request, await _read_body(request)))
+    body = await _read_body(request)
+    _check_batch_bytes(len(body))
+    data = encode(_parse(request, body))
     return await _forward_single(request, data, bypass=True)
 
 
@@ -363,36 +368,43 @@ async def _read_answer(request: web.Request, reply: aiohttp.ClientResponse) -> b
 
 
 async def _read_body(request: web.Request) -> bytes:
-    """Return the body. Its parts count as memory as they arrive."""
-    parts, size = [], request.content_length or 0
-    if size <= MAX_BODY_BYTES:
-        size = 0
-        while chunk := await _read_chunk(request):
-            size += len(chunk)
-            if size > MAX_BODY_BYTES:
-                break
-            try:
-                request[SHARE].set_body(size)
-            except ExhaustedError as error:
-                raise _refused_body(503, str(error), {"Retry-After": "1"}) from None
-            parts.append(chunk)
-        else:
+    """Return the body. Its parts count as memory as they arrive.
+
+    The whole body has a deadline, because a client that sends a byte now and then would keep its place and its memory for hours.
+    """
+    limit = request.app[PARTS].limits.request_bytes
+    parts, size, announced = [], 0, request.content_length or 0
+    began = asyncio.get_running_loop().time()
+    while announced <= limit:
+        seconds = BODY_SECONDS + max(announced, size) / BODY_BYTES_PER_SECOND
+        try:
+            async with asyncio.timeout_at(began + seconds):
+                chunk = await request.content.readany()
+        except TimeoutError:
+            raise _refused_body(408, f"The body did not arrive within {seconds:.0f} s.") from None
+        if not chunk:
             return b"".join(parts)
-    raise _refused_body(413, f"A batch may have at most {MAX_BODY_BYTES >> 20} MiB: split it.")
+        size += len(chunk)
+        if size > limit:
+            break
+        try:
+            request[SHARE].set_body(size)
+        except ExhaustedError as error:
+            raise _refused_body(503, str(error), {"Retry-After": "1"}) from None
+        parts.append(chunk)
+    message = f"The body has more than {limit} bytes; engine.limits.requestBytes raises it."
+    raise _refused_body(400, message, code="above_limit")
 
 
-async def _read_chunk(request: web.Request) -> bytes:
-    """Return the next part of the body; empty at its end."""
-    try:
-        async with asyncio.timeout(BODY_SECONDS):
-            return await request.content.readany()
-    except TimeoutError:
-        raise _refused_body(408, f"No further part of the body arrived within {BODY_SECONDS:g} s.") from None
+def _check_batch_bytes(size: int) -> None:
+    if size > MAX_BODY_BYTES:
+        raise _refused_body(413, f"A batch may have at most {MAX_BODY_BYTES >> 20} MiB: split it.")
 
 
-def _refused_body(status: int, message: str, headers: Mapping[str, str] | None = None) -> ItemError:
-    """Return the refusal of a body that is not read to its end."""
-    body = json.dumps({"error": {"message": message}}).encode()
+def _refused_body(status: int, message: str, headers: Mapping[str, str] | None = None, code: str | None = None) -> ItemError:
+    """Return the refusal of a body that is not read to its end, with a code if it has the gate's."""
+    error = {"code": code, "type": "invalid_request_error", "message": message} if code else {"message": message}
+    body = json.dumps({"error": error}).encode()
     return ItemError(status, body, {"Content-Type": _JSON, "Connection": "close", **(headers or {})})
 
 

@@ -227,6 +227,47 @@ async def test_a_batch_may_be_larger_than_a_control_call(lab: Lab, monkeypatch: 
     assert (await lab.post("/begin_weight_update", {"x": big}))[0] == 413
 
 
+@pytest.mark.parametrize("head", ["Content-Length: 20000", "Transfer-Encoding: chunked"])
+async def test_a_body_that_arrives_byte_by_byte_is_refused(lab: Lab, monkeypatch: pytest.MonkeyPatch, head: str) -> None:
+    monkeypatch.setattr(routes, "BODY_SECONDS", 0.5)
+    monkeypatch.setattr(routes, "BODY_BYTES_PER_SECOND", 100_000)
+    host, port = lab.url_of("/generate").removeprefix("http://").removesuffix("/generate").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(f"POST /generate HTTP/1.1\r\nHost: localhost\r\n{head}\r\n\r\n".encode())
+    began, answer = asyncio.get_running_loop().time(), asyncio.create_task(reader.readline())
+    while not answer.done() and asyncio.get_running_loop().time() < began + 10:
+        writer.write(b" " if "Length" in head else b"1\r\n \r\n")
+        await asyncio.wait({answer}, timeout=0.05)
+    assert answer.done()
+    assert (await answer).startswith(b"HTTP/1.1 408 ")
+    writer.close()
+
+
+async def test_a_body_that_arrives_fast_enough_has_time_for_its_bytes(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes, "BODY_SECONDS", 0.2)
+    monkeypatch.setattr(routes, "BODY_BYTES_PER_SECOND", 1000)
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield b'{"text": "a", "padding": "'
+        for _ in range(5):
+            await asyncio.sleep(0.1)
+            yield b"x" * 1000
+        yield b'"}'
+
+    for headers in ({}, {"Content-Length": str(len(b'{"text": "a", "padding": ""}') + 5000)}):
+        async with lab.session.post(lab.url_of("/generate"), data=pieces(), headers=headers) as reply:
+            assert reply.status == 200
+
+
+async def test_one_prompt_may_have_more_bytes_than_a_batch(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes, "MAX_BODY_BYTES", 2**20)
+    assert (await lab.post("/generate", {"text": "a", "padding": "x" * 2**21}))[0] == 200
+    await lab.end_batches()
+    await lab.start_batches(limits=Limits(request_bytes=2**20))
+    status, _, body = await lab.post("/generate", {"text": "a", "padding": "x" * 2**21})
+    assert (status, body["error"]["code"]) == (400, "above_limit")
+
+
 async def test_a_limited_number_of_prompts_of_a_batch_runs_at_a_time(lab: Lab, script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routes, "MAX_RUNNING_PROMPTS", 3)
     for extra in ({}, {"stream": True}):
