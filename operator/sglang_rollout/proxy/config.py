@@ -129,7 +129,7 @@ _BODY_WINDOW = 16384
 _SESSION_WINDOW = 60000
 """Bytes of a body in which the front searches for a session's name; slightly less than the buffer (tune.bufsize).
 
-The front can repeat requests of this size.
+The front can repeat requests of this size. The batch server gets larger ones.
 """
 _B = "[[:space:]]*"
 _MANY = "|".join((rf'text"{_B}:{_B}\[', rf'(input_ids|input_embeds)"{_B}:{_B}\[{_B}\[', rf'prompt"{_B}:{_B}\[{_B}[-[0-9]'))
@@ -250,7 +250,6 @@ def gate_config(params: GateParams) -> str:
         no_version=NO_VERSION,
         version_header=VERSION_HEADER,
         window=_GATE_WINDOW,
-        kept_bytes=_SESSION_WINDOW,
         probes=_probes(params.probes, ports.GATE_HEALTH, {ports.AGENT_HEALTH: "agent", ports.AGENT_ENGINE: "agent"}),
         metrics=_metrics(
             params.metrics,
@@ -307,7 +306,7 @@ def front_config(params: FrontParams) -> str:
         batches=params.batches,
         batch_paths=" ".join(_BATCH_PATHS),
         direct_paths=" ".join(DIRECT_PATHS),
-        batch_limit=max(8, params.maxconn // (2 if params.checks_data_callers else 16)),
+        batch_limit=max(8, params.maxconn // 2),
         checks_data_callers=params.checks_data_callers,
         certificate=params.certificate,
         https_only=_body(*_HTTPS_ONLY, kind="invalid_request_error"),

@@ -14,6 +14,8 @@ from tests.contract.support.complete_fleet import complete_fleet
 pytestmark = [pytest.mark.router, pytest.mark.timeout(120)]
 
 PROMPT = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 3}}
+LONG = {**PROMPT, "sampling_params": {"max_new_tokens": 3, "custom_params": {"padding": "x" * 70_000}}}
+"""Longer than the front can repeat, so the batch server forwards this request to smg."""
 BATCH = {**PROMPT, "input_ids": [[5, 6], [7]]}
 CONTINUATION = {**PROMPT, "sampling_params": {"max_new_tokens": 3, "stop_regex": "x"}}
 """smg would drop stop_regex, so an engine gets this request from the batch server."""
@@ -25,7 +27,7 @@ def end_during_generation(url: str) -> None:
         requests.post(f"{url}/stand_in/faults", json={"phase": "generate", **fault}, timeout=5).raise_for_status()
 
 
-@pytest.mark.parametrize("body", [PROMPT, CONTINUATION], ids=["prompt", "direct"])
+@pytest.mark.parametrize("body", [PROMPT, LONG, CONTINUATION], ids=["prompt", "long", "direct"])
 async def test_a_request_ends_at_most_two_engines(body: dict[str, object], tmp_path: Path) -> None:
     with StandInFleet(engines=4, weight_version="base") as engines:
         async with complete_fleet(tmp_path, engines.urls) as fleet:
