@@ -6,6 +6,7 @@ Python objects take up to 40 times the memory of their JSON text, so bodies are 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from types import TracebackType
 from typing import Self
 
@@ -50,14 +51,16 @@ class Budget:
         """Bytes of these that bodies may take. The rest stays free for answers."""
         self.used = 0
         """Bytes that requests have taken."""
+        self.bodies_by_address: Counter[str] = Counter()
+        """Bytes of these that the bodies of each address have taken."""
         self.refused = 0
         """Requests that were refused because the budget was exhausted."""
         self._is_exhausted = False
         """True from a refusal until half of the budget is free."""
 
-    def share(self) -> Share:
-        """Return the share of one request."""
-        return Share(self)
+    def share(self, address: str | None = None) -> Share:
+        """Return the share of one request from an address; None: an address that has no limit of its own."""
+        return Share(self, address)
 
     def add(self, size: int) -> None:
         """Add memory that a request has taken; a negative size gives memory back."""
@@ -78,8 +81,9 @@ class Budget:
 class Share:
     """Memory of one request. Use as a context manager, which gives the memory back."""
 
-    def __init__(self, budget: Budget) -> None:
+    def __init__(self, budget: Budget, address: str | None = None) -> None:
         self._budget = budget
+        self._address = address
         self._body = 0
         self._answers = 0
 
@@ -88,6 +92,7 @@ class Share:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self._budget.add(-self._body - self._answers)
+        self._count_body(-self._body)
         self._body = self._answers = 0
 
     def set_body(self, size: int) -> None:
@@ -95,7 +100,7 @@ class Share:
 
         Raises:
             TooLargeError: The body alone exceeds the budget.
-            ExhaustedError: Other requests have taken the memory.
+            ExhaustedError: Other requests have taken the memory, or other bodies of this address half of it.
         """
         if size > self._budget.bodies:
             raise TooLargeError(
@@ -104,7 +109,9 @@ class Share:
             )
         if size > self._body:
             self._check(size - self._body, self._budget.bodies)
+            self._check_address(size)
         self._budget.add(size - self._body)
+        self._count_body(size - self._body)
         self._body = size
 
     def add_answer(self, size: int) -> None:
@@ -122,6 +129,23 @@ class Share:
         self._check(size, self._budget.total)
         self._budget.add(size)
         self._answers += size
+
+    def _count_body(self, size: int) -> None:
+        """Add bytes to those of the bodies of this address, and forget an address without any."""
+        if self._address is not None:
+            self._budget.bodies_by_address[self._address] += size
+            if not self._budget.bodies_by_address[self._address]:
+                del self._budget.bodies_by_address[self._address]
+
+    def _check_address(self, size: int) -> None:
+        """Refuse a body with which this address has more than half of the memory of bodies, unless it is the only body of the address."""
+        others = self._budget.bodies_by_address[self._address] - self._body if self._address is not None else 0
+        if others and others + size > self._budget.bodies // 2:
+            self._budget.count_refusal()
+            raise ExhaustedError(
+                "The bodies from this address take half of the memory of the batch server, which is their limit. "
+                "Try again when some requests have ended."
+            )
 
     def _check(self, size: int, limit: int) -> None:
         if self._budget.used + size > limit:

@@ -127,7 +127,7 @@ def _admit(handler: Handler) -> Handler:
             return refusal
         if reason := (await parts.view.read()).held:
             return _refuse(503, reason)
-        with parts.budget.share() as share:
+        with parts.budget.share(request.headers.get(CALLER_HEADER)) as share:
             request[SHARE] = share
             return await handler(request)
 

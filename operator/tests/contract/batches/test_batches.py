@@ -318,6 +318,21 @@ async def test_bodies_beyond_the_budget_are_refused_for_now(lab: Lab, script: Sc
     assert "sglang_rollout_batches_memory_bytes 0.0" in await lab.metrics_of_batches()
 
 
+async def test_the_large_bodies_of_one_address_leave_memory_for_others(lab: Lab, script: Script) -> None:
+    await lab.end_batches()
+    await lab.start_batches(memory=24 * 2**20)
+    body = {"text": "sleep 30", "padding": "x" * 1_000_000}
+    first, second = {CALLER_HEADER: "10.0.0.1"}, {CALLER_HEADER: "10.0.0.2"}
+    running = asyncio.create_task(lab.session.post(lab.url_of("/generate"), json=body, headers=first).__aenter__())
+    await lab.until("the first request runs", lambda: _is(lambda: script.running == 1))
+    async with lab.session.post(lab.url_of("/generate"), json={**body, "text": "a"}, headers=first) as reply:
+        assert (reply.status, reply.headers["Retry-After"]) == (503, "1")
+        assert "from this address" in (await reply.json())["error"]["message"]
+    async with lab.session.post(lab.url_of("/generate"), json={**body, "text": "a"}, headers=second) as reply:
+        assert reply.status == 200
+    running.cancel()
+
+
 async def test_answers_beyond_the_budget_end_the_batch(lab: Lab) -> None:
     await lab.end_batches()
     await lab.start_batches(memory=24 * 2**20)

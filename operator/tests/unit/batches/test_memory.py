@@ -64,6 +64,24 @@ def test_a_body_is_refused_forever_if_it_alone_is_too_large_and_for_now_if_other
         assert (budget.used, budget.refused) == (budget.bodies, 1)
 
 
+def test_one_address_has_half_of_the_memory_of_bodies_or_one_body() -> None:
+    budget = Budget()
+    half = budget.bodies // 2
+    with budget.share("10.0.0.1") as first, budget.share("10.0.0.1") as second, budget.share("10.0.0.2") as other:
+        first.set_body(half - 10)
+        second.set_body(10)
+        with pytest.raises(ExhaustedError, match="from this address"):
+            second.set_body(11)
+        other.set_body(half)
+        other.set_body(0)
+        second.set_body(0)
+        first.set_body(budget.bodies)
+        with pytest.raises(ExhaustedError):
+            second.set_body(1)
+    assert budget.used == 0
+    assert not budget.bodies_by_address
+
+
 def test_the_first_refusal_is_logged_until_half_of_the_budget_is_free(caplog: pytest.LogCaptureFixture) -> None:
     budget = Budget(60 * 2**20)
     with budget.share() as refused:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -9,11 +10,14 @@ import yaml
 
 from sglang_rollout.api.engine_spec import Resources
 from sglang_rollout.api.v1alpha1 import SGLangRollout
+from sglang_rollout.batches.memory import DEFAULT_LIMIT_BYTES, Budget
 from sglang_rollout.controller.render import render_all
 from sglang_rollout.controller.render.common import parse_quantity
 from sglang_rollout.controller.render.resources import own_resources
+from sglang_rollout.proxy.config import front_config
 from tests.support.paths import REPOSITORY
 from tests.unit.controller.support.worlds import SETTINGS, cr
+from tests.unit.proxy.test_config import FRONT
 
 OWN = {"gate", "agent", "front", "smg", "coordinator", "batches", "download", "prefetch"}
 CASES = sorted((REPOSITORY / "operator/tests/golden/in").glob("*.yaml"))
@@ -56,6 +60,17 @@ def test_cpu_has_no_limit_by_default() -> None:
 )
 def test_values_of_the_user_replace_defaults(given: dict[str, Any], requests: dict[str, str], limits: dict[str, str]) -> None:
     assert own_resources("gate", Resources.model_validate(given)) == {"requests": requests, "limits": limits}
+
+
+def test_the_limit_of_smg_is_above_the_memory_of_all_requests_that_reach_it() -> None:
+    """The front sends short requests to smg, and the batch server those within its budget. smg needs 3.5 times their size."""
+    limit = parse_quantity(own_resources("smg", None)["limits"]["memory"])
+    short = re.search(r"acl long req.hdr_val\(content-length\) gt (\d+)", front_config(FRONT))
+    number = re.search(r"be_conn\(smg\),add\(txn.batches\) ge (\d+)", front_config(FRONT))
+    assert limit is not None
+    assert short is not None
+    assert number is not None
+    assert 3.5 * (int(short[1]) * int(number[1]) + Budget(DEFAULT_LIMIT_BYTES).bodies) < 0.6 * float(limit)
 
 
 def test_each_field_reaches_its_container() -> None:
