@@ -46,7 +46,10 @@ _PROBES_PER_ADDRESS = 12
 _BODY_SECONDS = 60
 """Longest wait for the start of a body."""
 _REFUSALS, _REFUSAL_SECONDS = 1000, 10
-"""Control calls of one address that may be refused in so many seconds, before the front refuses its further control calls."""
+"""Calls of one address that may be refused in so many seconds, before front or gate refuses its further calls.
+
+Control calls, data requests and calls of web pages are counted apart.
+"""
 _CALLS_PER_ADDRESS = 256
 """Open control calls of one address. The coordinator needs less than a millisecond for a refused call, and answers one after the other."""
 _BROKEN_STATUS = 501
@@ -88,7 +91,7 @@ _SENTENCES = {
     ),
     "refused_often": (
         "too_many_refused_calls",
-        f"More than {_REFUSALS} control calls from this address were refused within {_REFUSAL_SECONDS} s."
+        f"More than {_REFUSALS} calls from this address were refused within {_REFUSAL_SECONDS} s."
         " Wait, and call once: the answer says why.",
     ),
     "coordinator_away": (
@@ -313,8 +316,6 @@ def front_config(params: FrontParams) -> str:
         caller_header=CALLER_HEADER,
         window=_BODY_WINDOW,
         session_window=_SESSION_WINDOW,
-        refusals=_REFUSALS,
-        refusal_seconds=_REFUSAL_SECONDS,
         calls_per_address=_CALLS_PER_ADDRESS,
         **_address_shares(params.maxconn),
         many=_regex(_MANY),
@@ -389,6 +390,8 @@ def _shared(maxconn: int, request_bytes: int) -> dict[str, object]:
         "maxconn": maxconn,
         "other_connections": _METRICS_CONNECTIONS + _PROBE_CONNECTIONS,
         "body_seconds": _BODY_SECONDS,
+        "refusals": _REFUSALS,
+        "refusal_seconds": _REFUSAL_SECONDS,
         "data_limit": maxconn - _reserved(maxconn),
         "data_paths": " ".join(DATA_PATHS),
         "models_path": f"{MODELS}/",

@@ -66,6 +66,8 @@ class Part:
     held: bool = False
     seconds: float = 0.0
     refuses: bool = False
+    refusal: int = 0
+    """Status with which requests for tokens are refused."""
     broken: int = 0
     """Requests for tokens that get the answer of a gate whose engine broke off."""
     attempts: int = 0
@@ -93,6 +95,8 @@ class Part:
             return web.Response(status=200 if self.held else 404)
         if self.refuses:
             return web.json_response({"error": {"code": "forbidden"}}, status=403)
+        if self.refusal:
+            return web.json_response({"error": {"code": "forbidden"}}, status=self.refusal)
         self.received = {name.lower(): ",".join(request.headers.getall(name)) for name in request.headers}
         await request.read()
         await asyncio.sleep(self.seconds)
@@ -308,6 +312,23 @@ async def test_calls_that_the_front_refuses_count_like_those_that_the_coordinato
             assert (429 in statuses, await call()) == (False, 429)
             async with http.post(front.generate + "/generate", data='{"text": "a"}') as reply:
                 assert (await reply.json())["from"] == "smg"
+
+
+@pytest.mark.parametrize("status", [401, 403])
+async def test_an_address_whose_data_requests_are_refused_gets_no_further_one(front: Front, status: int) -> None:
+    front.batches.refusal = status
+    async with client_at(f"127.0.0.{status - 393}") as http:
+
+        async def ask(path: str = "/generate", **headers: str) -> int:
+            async with http.post(front.url + path, data='{"text": ["a"]}', headers=headers) as reply:
+                return reply.status
+
+        assert {await ask() for _ in range(1001)} == {status}
+        front.batches.refusal = 0
+        assert await ask() == 429
+        assert await ask("/pause_generation") == 200, "control calls are counted apart"
+        assert await ask(Origin="http://example.com") == 200, "web pages, too"
+    assert (await front.ask("/generate", '{"text": ["a"]}'))[1]["from"] == "batches"
 
 
 async def test_one_address_has_a_limited_number_of_open_control_calls(front: Front) -> None:

@@ -14,8 +14,8 @@ from yarl import URL
 
 from sglang_rollout.sglang.api import GENERATING_PATHS
 from sglang_rollout.wire.access import CALLER_HEADER
-from sglang_rollout.wire.ports import AGENT_HEALTH, BROKEN_HEADER
-from tests.contract.proxy.test_front import unfinished_bodies
+from sglang_rollout.wire.ports import AGENT_HEALTH, AGENT_SYNC, BROKEN_HEADER
+from tests.contract.proxy.test_front import client_at, unfinished_bodies
 from tests.contract.support.agent_pod import BASE_WIRE, Pod, run_pod, until
 from tests.contract.support.stub_engine import StubEngine
 from tests.support.ports import free_port
@@ -167,6 +167,20 @@ async def test_one_client_cannot_use_up_all_connections(stub: StubEngine, tmp_pa
         async with unfinished_bodies(pod.gate_port, {"127.0.0.2": 128}):
             for _ in range(5):
                 assert (await asyncio.wait_for(pod.ask("GET", AGENT_HEALTH), 5)).status == 200
+
+
+async def test_an_address_whose_calls_are_refused_gets_no_further_answer_of_the_agent(pod: Pod) -> None:
+    await until(pod.agent_answers, 60, "the agent answers")
+    async with client_at("127.0.0.2") as http:
+
+        async def call() -> int:
+            async with http.post(pod.url + AGENT_SYNC, json={"committed": None}) as reply:
+                return reply.status
+
+        statuses = [await call() for _ in range(1001)]
+        assert set(statuses) == {401}
+        assert await call() == 429
+    assert (await pod.ask("GET", AGENT_HEALTH)).status == 200
 
 
 @pytest.mark.parametrize("files", [256, 20000])
