@@ -373,7 +373,8 @@ async def _read_body(request: web.Request) -> bytes:
     The whole body has a deadline, because a client that sends a byte now and then would keep its place and its memory for hours.
     """
     limit = request.app[PARTS].limits.request_bytes
-    parts, size, announced = [], 0, request.content_length or 0
+    parts: list[bytes] = []
+    size, announced = 0, request.content_length or 0
     began = asyncio.get_running_loop().time()
     while announced <= limit:
         seconds = BODY_SECONDS + max(announced, size) / BODY_BYTES_PER_SECOND
@@ -397,6 +398,7 @@ async def _read_body(request: web.Request) -> bytes:
 
 
 def _check_batch_bytes(size: int) -> None:
+    """Refuse a body that is larger than a batch may be."""
     if size > MAX_BODY_BYTES:
         raise _refused_body(413, f"A batch may have at most {MAX_BODY_BYTES >> 20} MiB: split it.")
 
