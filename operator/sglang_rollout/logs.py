@@ -1,16 +1,27 @@
-"""One logging set-up for all processes: lines to stderr, as text for people or JSON for collectors."""
+"""One logging set-up for all processes: lines to stderr, as text for people or JSON for collectors.
+
+Lines about refused calls are limited by address, so that a flood fills no log.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
 import sys
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import click
 
 FORMATS = ("text", "json")
+WINDOW_SECONDS = 60.0
+"""Time for which refused calls are counted."""
+MAX_REFUSED_LINES = 20
+"""Lines in that time about refused calls from one address."""
+MAX_ADDRESSES = 100
+"""Addresses that are counted one by one. All other addresses are counted together."""
+OTHERS = "others"
 _TEXT = "%(asctime)s %(levelname)-7s %(message)s"
 
 
@@ -93,3 +104,22 @@ def logging_options(command: Callable[..., Any]) -> Callable[..., Any]:
         envvar="SGLANG_ROLLOUT_LOG_LEVEL",
         help="Lowest level that is logged.",
     )(command)
+
+
+class RefusedCalls:
+    """Counts refused calls by address."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+
+    def count(self, address: str) -> bool:
+        """Count a call. Returns True if it gets a line of its own."""
+        key = address if address in self._counts or len(self._counts) < MAX_ADDRESSES else OTHERS
+        self._counts[key] += 1
+        return self._counts[key] <= MAX_REFUSED_LINES
+
+    def take_omitted(self) -> dict[str, int]:
+        """Return the number of calls without a line by address, and start again from zero."""
+        omitted = {address: count - MAX_REFUSED_LINES for address, count in self._counts.items() if count > MAX_REFUSED_LINES}
+        self._counts.clear()
+        return omitted

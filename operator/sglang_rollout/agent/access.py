@@ -21,6 +21,7 @@ from pydantic import BaseModel, ValidationError
 from sglang_rollout.agent import events as ev
 from sglang_rollout.agent.agent import Agent
 from sglang_rollout.agent.authorities import Authorities
+from sglang_rollout.agent.refusals import REFUSAL_LOG
 from sglang_rollout.credentials import Credentials
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.access import CALLER_HEADER, RELAYED_AUTHORIZATION_HEADER, RELAYED_CALLER_HEADER
@@ -77,10 +78,11 @@ def _close(response: web.Response) -> web.Response:
 
 @web.middleware
 async def answer_refusals(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer a RefusedError in SGLang's shape."""
+    """Answer a RefusedError in SGLang's shape, and log a refused credential."""
     try:
         return await handler(request)
     except RefusedError as error:
+        request.app[REFUSAL_LOG].note(request, error.status)
         return refuse(error.status, str(error), error.headers)
 
 

@@ -30,6 +30,7 @@ from sglang_rollout.agent.engine_model import EngineModel
 from sglang_rollout.agent.launch.head_pod import HeadPod
 from sglang_rollout.agent.reachability import preflight
 from sglang_rollout.agent.record import RecordError
+from sglang_rollout.agent.refusals import log_refusals
 from sglang_rollout.agent.update import Fence, acknowledge, check_signature
 from sglang_rollout.credentials import Credentials
 from sglang_rollout.sglang.api import DATA_PATHS, MODELS, ControlCall
@@ -261,6 +262,7 @@ def make_app(
     routes = Routes(agent, fence=fence, model_path=model_path, head_pod=head_pod, takes_tensors=takes_tensors)
     access = Access(agent, credentials, relay.hint if relay is not None else "")
     app = web.Application(client_max_size=MAX_BODY, middlewares=[_answer_errors, answer_refusals])
+    log_refusals(app)
     protected = routes.protected()
 
     def checked(path: str) -> Handler:

@@ -23,6 +23,7 @@ from sglang_rollout.agent.engine import StartBarrier, replace_file
 from sglang_rollout.agent.engine_model import EngineModel
 from sglang_rollout.agent.launch.rank_lifecycle import GRACE_SECONDS, Link
 from sglang_rollout.agent.reachability import is_cut, preflight
+from sglang_rollout.agent.refusals import log_refusals
 from sglang_rollout.credentials import Credentials
 from sglang_rollout.proxy.address import Address
 from sglang_rollout.sglang.client import EngineClient, EngineError
@@ -160,6 +161,7 @@ def member_app(member: MemberPod, *, name: str, credentials: Credentials, model_
         return refuse(421, f"{request.path}: {place}")
 
     app = web.Application(middlewares=[answer_refusals])
+    log_refusals(app)
     app.add_routes([web.get(ports.AGENT_HEALTH, health), web.get(ports.AGENT_ENGINE, engine), web.get("/health", engine)])
     app.add_routes([web.get(ports.AGENT_METRICS, make_aiohttp_handler(registry)), web.post(ports.AGENT_PREFLIGHT, preflight_trainer)])
     app.add_routes([web.post(ports.AGENT_CHECKPOINT, checkpoint)])

@@ -8,11 +8,11 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections import Counter
 
 from aiohttp import web
 
 from sglang_rollout.coordinator.callers.pods import Caller
+from sglang_rollout.logs import WINDOW_SECONDS, RefusedCalls
 from sglang_rollout.wire.access import CALLER_HEADER, POD_PATHS, PathKind, kind_of_path
 from sglang_rollout.wire.ports import FLEET, FLEET_ENGINES, FLEET_LEASE
 
@@ -20,13 +20,6 @@ audit = logging.getLogger("sglang_rollout.audit")
 
 CLIENT_LEFT = 499
 """Status of a call whose client closed its connection. The operation runs to its end."""
-WINDOW_SECONDS = 60.0
-"""Time for which refused calls are counted."""
-MAX_REFUSED_LINES = 20
-"""Lines in that time about refused calls from one address."""
-MAX_ADDRESSES = 100
-"""Addresses that are counted one by one. All other addresses are counted together."""
-OTHERS = "others"
 MAX_PATH_CHARACTERS = 200
 MAX_ADDRESS_CHARACTERS = 64
 
@@ -37,25 +30,6 @@ _NOT_AUDITED = frozenset({FLEET, FLEET_LEASE, *POD_PATHS})
 def _is_routine(request: web.Request) -> bool:
     """Return True if an allowed call gets no line. An agent's question about a caller (GET) precedes the call itself."""
     return request.path in _NOT_AUDITED or (request.method == "GET" and request.path.startswith(f"{FLEET_ENGINES}/"))
-
-
-class RefusedCalls:
-    """Counts refused calls by address."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
-
-    def count(self, address: str) -> bool:
-        """Count a call. Returns True if it gets a line of its own."""
-        key = address if address in self._counts or len(self._counts) < MAX_ADDRESSES else OTHERS
-        self._counts[key] += 1
-        return self._counts[key] <= MAX_REFUSED_LINES
-
-    def take_omitted(self) -> dict[str, int]:
-        """Return the number of calls without a line by address, and start again from zero."""
-        omitted = {address: count - MAX_REFUSED_LINES for address, count in self._counts.items() if count > MAX_REFUSED_LINES}
-        self._counts.clear()
-        return omitted
 
 
 class AuditLog:

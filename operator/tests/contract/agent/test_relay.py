@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import logging
 import pickle
 import ssl
 from collections.abc import AsyncIterator
@@ -28,6 +29,7 @@ from sglang_rollout.agent.gate import Gate
 from sglang_rollout.agent.record import RecordFile
 from sglang_rollout.agent.update import Fence
 from sglang_rollout.credentials import Credentials
+from sglang_rollout.logs import MAX_REFUSED_LINES
 from sglang_rollout.wire.access import CALLER_HEADER, RELAYED_AUTHORIZATION_HEADER, RELAYED_CALLER_HEADER
 from sglang_rollout.wire.ports import FLEET_LEASE, TERM_HEADER, VERSION_HEADER
 from tests.contract.support.agent_pod import TOKEN, until
@@ -197,6 +199,21 @@ async def test_every_other_call_needs_the_token(lab: Lab, path: str) -> None:
     assert all(call in said for call in RELAYED)
     assert lab.coordinator.url in said
     assert lab.coordinator.asked == []
+
+
+async def test_calls_that_the_agent_refuses_leave_a_limited_number_of_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "sglang_rollout.agent.refusals")
+    async with agent_lab(tmp_path) as lab:
+        for _ in range(MAX_REFUSED_LINES + 5):
+            assert (await lab.ask("/continue_generation", json={}, headers={CALLER_HEADER: "10.4.2.9"}))[0] == 401
+        guess = {CALLER_HEADER: "10.4.2.8", "Authorization": "Bearer guess", TERM_HEADER: "1"}
+        assert (await lab.ask(f"/agent/sync?{'x' * 500}", json={}, headers=guess))[0] == 403
+        assert (await lab.ask("/agent/health", "GET"))[0] == 200
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines[0] == "POST /continue_generation from 10.4.2.9 is refused: 401."
+    assert lines[: MAX_REFUSED_LINES + 1] == [lines[0]] * MAX_REFUSED_LINES + ["POST /agent/sync from 10.4.2.8 is refused: 403."]
+    assert lines[MAX_REFUSED_LINES + 1 :] == ["5 more refused calls from 10.4.2.9 have no line."]
+    assert not any("guess" in line for line in lines)
 
 
 async def test_a_pickle_that_names_more_than_handles_never_reaches_the_engine(lab: Lab) -> None:

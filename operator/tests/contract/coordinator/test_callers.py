@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from sglang_rollout.coordinator.http.audit import MAX_PATH_CHARACTERS, MAX_REFUSED_LINES
+from sglang_rollout.coordinator.http.audit import MAX_PATH_CHARACTERS
 from sglang_rollout.coordinator.http.control import routes as control_routes
 from sglang_rollout.credentials import Credentials
+from sglang_rollout.logs import MAX_REFUSED_LINES
 from sglang_rollout.wire.access import CALLER_HEADER, RELAYED_CALLER_HEADER
 from sglang_rollout.wire.ports import FLEET, FLEET_CALLER, FLEET_ENGINES, FLEET_LEASE, FLEET_SERVING, FLEET_TENSORS
 from tests.contract.support.agent_pod import until

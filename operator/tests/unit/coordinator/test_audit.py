@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang_rollout.coordinator.http.audit import MAX_ADDRESSES, MAX_REFUSED_LINES, OTHERS, RefusedCalls
+from sglang_rollout.logs import MAX_ADDRESSES, MAX_REFUSED_LINES, OTHERS, RefusedCalls
 
 
 def test_the_first_refused_calls_of_an_address_get_a_line_and_the_others_are_counted() -> None:
