@@ -14,13 +14,13 @@ from typing import Any
 from bench.batches import beat
 from bench.common import machine, percentile, save
 from bench.fleets import local_fleet, stand_ins
-from e2e.chaos.floods import ODD_BODIES, REFUSED_CALLS, SLOW_BODIES, Flood, FloodKind
+from e2e.chaos.floods import MALFORMED_BODIES, REFUSED_CALLS, SLOW_BODIES, Flood, FloodKind
 
 KINDS: dict[str, FloodKind | None] = {
     "alone": None,
     "refused calls": REFUSED_CALLS,
     "slow bodies": SLOW_BODIES,
-    "odd bodies": ODD_BODIES,
+    "malformed bodies": MALFORMED_BODIES,
 }
 
 

@@ -59,7 +59,7 @@ SLOW_BODIES = FloodKind(
     connections=200,
     drips=True,
 )
-ODD_BODIES = FloodKind(
+MALFORMED_BODIES = FloodKind(
     "127.0.0.4",
     messages=[
         *(

@@ -14,7 +14,7 @@ from typing import Any
 import requests
 
 from e2e.chaos.batch import RunningBatch, is_complete, send_batch
-from e2e.chaos.floods import ODD_BODIES, REFUSED_CALLS, SLOW_BODIES, Flood, FloodKind
+from e2e.chaos.floods import MALFORMED_BODIES, REFUSED_CALLS, SLOW_BODIES, Flood, FloodKind
 from e2e.chaos.stack import Stack
 from e2e.chaos.target import FaultTarget
 from e2e.chaos.tokens import FEW, MANY, PROMPT
@@ -216,7 +216,7 @@ FAULTS = {
         Fault("trainer stopped", _trainer(signal.SIGSTOP), kills_trainer=True),
         _flood("flood of refused calls", REFUSED_CALLS),
         _flood("flood of slow bodies", SLOW_BODIES),
-        _flood("flood of odd bodies", ODD_BODIES),
+        _flood("flood of malformed bodies", MALFORMED_BODIES),
     )
 }
 

@@ -22,7 +22,6 @@ START_SECONDS = 240.0
 KINDS = ("plain", "lora", "reward")
 """Engines without and with adapters, and engines with a reward model, which generate no tokens."""
 LORA = ("--enable-lora", "--max-lora-rank", "4", "--lora-target-modules", "q_proj", "v_proj", "--lora-backend", "torch_native")
-LIMITS = '{"requestBytes": 33554432}'
 
 
 @dataclass(frozen=True)

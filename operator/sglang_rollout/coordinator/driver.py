@@ -314,7 +314,7 @@ class Driver:
         machine = self._machine
         if machine is None or term < machine.fleet.term:
             return
-        if machine.outranked(term):
+        if machine.is_outranked(term):
             self._fail(DeposedError(f"an agent follows a coordinator of term {term}; this one is of term {machine.fleet.term}"))
         elif machine.fleet.committed is None and term >= self._announced:
             self._announced = term + 1
@@ -323,7 +323,7 @@ class Driver:
     async def _raise_term(self, machine: Machine, term: int) -> None:
         """Announce a higher term before this coordinator uses it. Otherwise two coordinators could have the same term."""
         await self._leadership.announce(term)
-        machine.rise(term)
+        machine.raise_term(term)
 
     async def _sync_all(self) -> None:
         """Sync each agent in its own task, so that a silent agent does not delay the other agents."""

@@ -65,7 +65,7 @@ DIRECT_PATHS = (
     *("/classify", "/encode", "/v1/classify", "/v1/embeddings", "/v1/rerank", "/v1/score"),
     *("/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize"),
 )
-"""Data paths that smg does not know or would change. The front sends them to the coordinator, which asks a serving engine."""
+"""Data paths that smg does not know or would change. The front sends them to the batch server, which asks a serving engine."""
 DATA_PATHS = GENERATING_PATHS + DIRECT_PATHS
 """The gate passes these only while the engine holds the committed version. Every other path is a control path: the gate sends it to the
 agent, the front to the coordinator."""

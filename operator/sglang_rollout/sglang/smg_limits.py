@@ -3,8 +3,8 @@
 smg reads a request into its own types and writes it out again. It silently drops the sampling parameters and image fields that it does not
 know, and its numeric limits are OpenAI's, narrower than SGLang's. Two parts of the router need to know:
 
-- the front (haproxy) picks candidates with :data:`GENERATE_PATTERN` and :data:`OPENAI_PATTERN` and sends them to the coordinator;
-- the coordinator decides exactly with :func:`should_bypass_smg` and sends the other requests to smg.
+- the front (haproxy) picks candidates with :data:`GENERATE_PATTERN` and :data:`OPENAI_PATTERN` and sends them to the batch server;
+- the batch server decides exactly with :func:`should_bypass_smg` and sends the other requests to smg.
 
 The patterns and the function are built from the tables below. A pattern may match too much, never too little.
 """
@@ -101,4 +101,4 @@ OPENAI_PATTERN = "|".join(
         _keys(DROPPED_IMAGE_FIELDS),
     )
 )
-"""The same for bodies of OpenAI's API. ``model: "name:adapter"`` matches too, because smg knows no adapters and the coordinator does."""
+"""The same for bodies of OpenAI's API. ``model: "name:adapter"`` matches too, because smg knows no adapters and the batch server does."""

@@ -55,7 +55,7 @@ def network_policies(rollout: SGLangRollout) -> list[Object]:
     if not selects_engines(rollout):
         return [router]
     engines = _policy(rollout, names.engines_service(rollout.name), names.COMPONENT_ENGINE, _engine_rules(rollout))
-    return [router, engines, *_policies_of_wide_engines(rollout)]
+    return [router, engines, *_policies_of_multi_pod_engines(rollout)]
 
 
 def _router_rules(rollout: SGLangRollout) -> list[Object]:
@@ -85,7 +85,7 @@ def _engine_rules(rollout: SGLangRollout) -> list[Object]:
     return rules
 
 
-def _policies_of_wide_engines(rollout: SGLangRollout) -> list[Object]:
+def _policies_of_multi_pod_engines(rollout: SGLangRollout) -> list[Object]:
     """Return a policy for each engine of several pods, whose ranks use ports of SGLang, torch, gloo and NCCL."""
     if rollout.spec.engine.pods == 1:
         return []

@@ -33,9 +33,8 @@ _DEFAULTS = {
 """Values of each container.
 
 The memory limits are at least twice the resident memory that ``python -m bench.memory`` measures at the largest permitted load, because the
-buffers of sockets count, too; docs/develop/benchmarks.md has the figures. Those of coordinator and agent are estimates, because their calls
-were refused in the measurement. The limit of smg is twice the memory for 1,024 requests of 1 MiB at a time; front and batch server admit
-slightly more. The memory of a download depends on its command. The container of a prefetch pod only waits.
+buffers of sockets count, too; docs/develop/benchmarks.md has the figures. The limit of smg is twice the memory for 1,024 requests of 1 MiB
+at a time. The memory of a download depends on its command. The container of a prefetch pod only waits.
 """
 
 

@@ -27,7 +27,8 @@ from sglang_rollout.wire.ports import FLEET_ENGINES
 from sglang_rollout.wire.reasons import Refusal, RefusalCode, quote_value
 
 NEW_POD_POLLS = 30
-"""Looks for the pod of an unknown address: 3 s. A pod may call before the kubelet has reported its address, which takes a second."""
+"""Number of polls for the pod of an unknown address (3 s in total). A pod may call before the kubelet has reported its address, which takes
+a second."""
 _POLL_SECONDS = 0.1
 _MAX_WAITING = 64
 """Addresses whose calls may wait at the same time, so that callers without a pod cannot occupy the coordinator."""
@@ -37,7 +38,10 @@ _PORT = re.compile(r":[0-9]*$")
 _NO_CALLER = Refusal(
     RefusalCode.UNAUTHENTICATED, "The call does not come through the fleet's URL, so that its caller is not known. Call the fleet's URL."
 )
-_MANY_WAIT = Refusal(RefusalCode.UNAVAILABLE, "The pod of this caller is not known yet, and many others are looked for. Try again.")
+_MANY_WAIT = Refusal(
+    RefusalCode.UNAVAILABLE,
+    "The pod of this caller is not known yet, and the coordinator is searching for the pods of too many other callers. Try again.",
+)
 _JUST_STARTED = Refusal(RefusalCode.UNAVAILABLE, "The coordinator has just started and does not know yet who may call. Try again.")
 
 

@@ -250,7 +250,7 @@ def _check_pod(pod: Pod, address: str, access: _Access, pods: PodTable, policy: 
     if proxies is not None and _meets(pod, proxies.pod_selector, proxies.namespace_selector, pods, policy):
         return Refusal(RefusalCode.UNAUTHENTICATED, f"The call comes through {pod}, which security.proxies selects.")
     if _depends_on_namespace(pod, proxies, pods):
-        return _await_namespace(pod, origin, pods)
+        return _refuse_until_namespace_is_known(pod, origin, pods)
     is_in_block = pod.rollout is None and _in_blocks(address, access)
     verdict = pod.caller if is_in_block else _check_selection(pod, origin, access, pods, policy)
     if isinstance(verdict, Caller) and _may_have_changed(verdict, address, access, pods, policy):
@@ -274,11 +274,11 @@ def _check_selection(pod: Pod, origin: str, access: _Access, pods: PodTable, pol
     if _selects(pod, access, pods, policy):
         return pod.caller
     if any(_depends_on_namespace(pod, callers, pods) for callers in access.callers):
-        return _await_namespace(pod, origin, pods)
+        return _refuse_until_namespace_is_known(pod, origin, pods)
     return Refusal(RefusalCode.FORBIDDEN, f"{origin} {pod}, which is not selected.")
 
 
-def _await_namespace(pod: Pod, origin: str, pods: PodTable) -> Refusal:
+def _refuse_until_namespace_is_known(pod: Pod, origin: str, pods: PodTable) -> Refusal:
     if pods.is_forbidden:
         return Refusal(RefusalCode.FORBIDDEN, f"{origin} {pod}, and {NOT_ALLOWED}.")
     return Refusal(RefusalCode.UNAVAILABLE, f"{origin} {pod}, and the labels of namespace {pod.namespace} are not known. Try again.")

@@ -213,7 +213,7 @@ def make_app(parts: Parts, routes: Iterable[web.RouteDef]) -> web.Application:
 def make_pod_app(parts: Parts, routes: Iterable[web.RouteDef]) -> web.Application:
     """Return the application for the other containers of the router pod, which are no callers: it has only their paths.
 
-    These containers read what strangers send, so a header of theirs must not name a caller of control paths.
+    These containers process untrusted requests, so the coordinator ignores their caller headers.
     """
     app = web.Application(middlewares=[handle_errors], client_max_size=MAX_BODY_BYTES)
     app[PARTS] = parts

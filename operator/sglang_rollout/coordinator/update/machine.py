@@ -341,15 +341,15 @@ class Machine:
         """Complete a record with the adapters: every record that is persisted names them, also the record of a commit."""
         return record.model_copy(update={"adapters": lora.rows(self.fleet, lora.MAX_REASONS_CHARACTERS)})
 
-    def outranked(self, term: int) -> bool:
+    def is_outranked(self, term: int) -> bool:
         """Return True if another coordinator leads and this one must end, because an agent has seen this term.
 
         While nothing is proved yet, a higher term may only mean that the record was lost. Then this coordinator continues above that term
-        (:meth:`rise`), if no other one leads.
+        (:meth:`raise_term`), if no other one leads.
         """
         return self.fleet.committed is not None and term > self.fleet.term
 
-    def rise(self, term: int) -> None:
+    def raise_term(self, term: int) -> None:
         """Continue with a term that no other coordinator has or gets."""
         self.fleet.term = max(self.fleet.term, term)
 

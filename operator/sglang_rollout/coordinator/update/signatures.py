@@ -40,7 +40,7 @@ def refuse_unsigned(fleet: Fleet, signed: SignedVersion | None) -> None:
 
 
 def refuse_trainer_without_key(fleet: Fleet, body: Body) -> None:
-    """Raise RefusedError for the process group of a trainer that does not sign: it must not pause the fleet for an update in vain."""
+    """Raise RefusedError for the process group of a trainer that does not sign, before it pauses the fleet for a refused update."""
     if body.get(SIGNS_FIELD) is not True and needs_signatures(fleet):
         raise RefusedError(UNSIGNED_GROUP, status=403)
 

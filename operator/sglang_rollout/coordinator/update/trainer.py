@@ -1,4 +1,4 @@
-"""Is the trainer still there? What is known about it, and the operations that probe its store. Pure.
+"""Track whether the trainer is alive, and build the operations that probe its store. Pure.
 
 Calls and heartbeats of a trainer prove that it lives. An unmodified trainer sends no heartbeats. After a silence, engine pods try to reach
 the store that it hosts. A store that accepts no connection means that the process is gone. A store that accepts one proves little (a

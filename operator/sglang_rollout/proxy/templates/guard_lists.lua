@@ -167,7 +167,7 @@ function Guard:read_tokens(list, span)
   if not list.tokens.stop then
     return refuse(self, "would_end_the_engine", "%s", sentence)
   end
-  self.stop_sentence = sentence:sub(1, -2) .. ", and SGLang dies of suppressing it until the least number of tokens is there."
+  self.stop_sentence = sentence:sub(1, -2) .. ", and SGLang ends when it suppresses this token for min_new_tokens."
   if self.suppresses then
     return refuse(self, "would_end_the_engine", "%s", self.stop_sentence)
   end

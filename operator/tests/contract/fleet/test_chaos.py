@@ -25,7 +25,7 @@ CELLS = [
     ("trainer killed", "transfer"),
     ("flood of refused calls", "transfer"),
     ("flood of slow bodies", "verify"),
-    ("flood of odd bodies", "open"),
+    ("flood of malformed bodies", "open"),
 ]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from e2e.chaos.floods import ODD_BODIES, REFUSED_CALLS, SLOW_BODIES, Flood, FloodKind
+from e2e.chaos.floods import MALFORMED_BODIES, REFUSED_CALLS, SLOW_BODIES, Flood, FloodKind
 from yarl import URL
 
 from sglang_rollout.testing import StandInFleet
@@ -91,7 +91,7 @@ FLOODS = {
     "batches that take all memory": batches_that_take_all_memory,
     "refused calls": messages_of(REFUSED_CALLS),
     "slow bodies": messages_of(SLOW_BODIES),
-    "odd bodies": messages_of(ODD_BODIES),
+    "malformed bodies": messages_of(MALFORMED_BODIES),
 }
 
 

@@ -157,7 +157,7 @@ class Pair:
         if coordinator.term < agent.term:
             self.refusals += 1
             coordinator.refused = coordinator.refused or coordinator.machine.fleet.committed is not None
-            if coordinator.machine.outranked(agent.term):
+            if coordinator.machine.is_outranked(agent.term):
                 coordinator.alive = False
             elif coordinator.machine.fleet.committed is None:
                 self.rise(coordinator, agent.term + 1)
@@ -177,7 +177,7 @@ class Pair:
             coordinator.alive = False
             return
         self.lease = max(self.lease, term)
-        coordinator.machine.rise(term)
+        coordinator.machine.raise_term(term)
 
     def sync(self, coordinator: Coordinator, name: str) -> None:
         if not coordinator.alive:
