@@ -26,6 +26,16 @@ HARMLESS_CAPABILITIES = frozenset(
 _WORKLOADS = frozenset({STATEFULSETS.kind, DEPLOYMENTS.kind, DAEMONSETS.kind})
 _CONFINED_TYPES = frozenset({"", "container_t", "container_init_t", "container_kvm_t", "container_engine_t"})
 """Types of SELinux that the level "baseline" admits."""
+_SAFE_SYSCTLS = frozenset(
+    {
+        *("kernel.shm_rmid_forced", "net.ipv4.ip_local_port_range", "net.ipv4.ip_local_reserved_ports"),
+        *("net.ipv4.ip_unprivileged_port_start", "net.ipv4.ping_group_range", "net.ipv4.tcp_fin_timeout", "net.ipv4.tcp_keepalive_intvl"),
+        *("net.ipv4.tcp_keepalive_probes", "net.ipv4.tcp_keepalive_time", "net.ipv4.tcp_syncookies"),
+    }
+)
+"""Sysctls that the level "baseline" admits."""
+_PROBES = ("livenessProbe", "readinessProbe", "startupProbe")
+_HOOKS = ("postStart", "preStop")
 _APPARMOR = "container.apparmor.security.beta.kubernetes.io/"
 
 
@@ -129,8 +139,22 @@ def _find_privileges(metadata: Object, spec: Object, containers: Sequence[Object
     for key, value in (metadata.get("annotations") or {}).items():
         if key.startswith(_APPARMOR) and value == "unconfined":
             yield f"the annotation {key}: unconfined"
+    for sysctl in _get(spec, "securityContext", "sysctls") or []:
+        if sysctl.get("name") not in _SAFE_SYSCTLS:
+            yield f"the sysctl {sysctl.get('name')}"
     for part in (spec, *containers):
         yield from _find_privileges_in(part.get("securityContext") or {})
+    for container in containers:
+        yield from _find_foreign_hosts(container)
+
+
+def _find_foreign_hosts(container: Object) -> Iterator[str]:
+    """Yield probes and hooks with which the kubelet calls a host of the user's choice, in the network of the node."""
+    calls = {probe: container.get(probe) for probe in _PROBES} | {hook: _get(container, "lifecycle", hook) for hook in _HOOKS}
+    for name, call in calls.items():
+        for way in ("httpGet", "tcpSocket"):
+            if _get(call or {}, way, "host"):
+                yield f"{name}.{way}.host"
 
 
 def _find_privileges_in(context: Object) -> Iterator[str]:

@@ -42,6 +42,7 @@ def more_rights(obj: Object) -> None:
     obj["rules"].append({"apiGroups": [""], "resources": ["secrets"], "verbs": ["get"]})
 
 
+FOREIGN_HOST: Object = {"tcpSocket": {"host": "10.0.0.1", "port": 22}}
 POD_CHANGES: list[tuple[Change, str]] = [
     (mount("/etc"), "allow.hostPaths"),
     (mount("/database"), "allow.hostPaths"),
@@ -49,6 +50,9 @@ POD_CHANGES: list[tuple[Change, str]] = [
     (lambda obj: pod_of(obj).update(hostNetwork=True), "allow.hostNetwork"),
     (lambda obj: pod_of(obj)["containers"][0].update(ports=[{"containerPort": 1, "hostPort": 1}]), "allow.hostNetwork"),
     (lambda obj: pod_of(obj).update(hostPID=True), "allow.privileged"),
+    (lambda obj: pod_of(obj)["securityContext"].update(sysctls=[{"name": "kernel.msgmax", "value": "1"}]), "allow.privileged"),
+    (lambda obj: pod_of(obj)["containers"][0].update(livenessProbe=FOREIGN_HOST), "allow.privileged"),
+    (lambda obj: pod_of(obj)["containers"][0].update(lifecycle={"preStop": FOREIGN_HOST}), "allow.privileged"),
     (lambda obj: context_of(obj).update(privileged=True, allowPrivilegeEscalation=True), "allow.privileged"),
     (lambda obj: context_of(obj).update(capabilities={"add": ["SYS_ADMIN"]}), "allow.privileged"),
     (lambda obj: context_of(obj).update(seccompProfile={"type": "Unconfined"}), "allow.privileged"),

@@ -78,6 +78,9 @@ CASES = [
     *(
         (spec, "--allow-privileged", "allow.privileged", Allowed(privileged=True))
         for spec in (
+            on_pod(securityContext={"sysctls": [{"name": "kernel.msgmax", "value": "1"}]}),
+            on_pod(containers=[{"name": "more", "livenessProbe": {"tcpSocket": {"host": "10.0.0.1", "port": 22}}}]),
+            on_pod(containers=[{"name": "more", "lifecycle": {"preStop": {"httpGet": {"host": "10.0.0.1", "port": 80}}}}]),
             on_pod(hostPID=True),
             engine(privileged=True),
             engine(capabilities={"add": ["SYS_ADMIN"]}),
