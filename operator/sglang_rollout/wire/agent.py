@@ -10,7 +10,7 @@ from sglang_rollout.wire import Message
 from sglang_rollout.wire.ports import WIRE_VERSION
 from sglang_rollout.wire.reasons import GateReason, Refusal
 from sglang_rollout.wire.signed import SignedVersion
-from sglang_rollout.wire.states import EngineState, FleetState, Version
+from sglang_rollout.wire.states import EngineState, FleetState, StagedCopy, StagedVersion, Version
 
 
 class Nccl(Message):
@@ -59,6 +59,8 @@ class AgentStatus(Message):
     """The pod's gate listens on the port of probes. Agents of earlier releases do not say so, and their gates do not."""
     signed_only: bool = False
     """The agent verifies signatures, and acknowledges only signed versions."""
+    staged: list[StagedCopy] = Field(default_factory=list)
+    """Versions in the memory of the pod (transport Staged), oldest first; without ``digest`` while they arrive."""
     nccl: Nccl | None = None
     """NCCL of the engine's container; None: not known."""
     all_reduce: float | None = None
@@ -76,6 +78,9 @@ class SyncRequest(Message):
     """None: the coordinator does not know yet, and the agent keeps the previous value."""
     tolerated: list[Version] = Field(default_factory=list)
     """Older versions that may be served, too (``weights.versionPolicy: MaxStaleness``)."""
+    staged: StagedVersion | None = None
+    """Contents of ``committed``. An agent may load a copy by itself only if its update and digest are these: another update of the same
+    run and step may have failed. None: the coordinator does not know them."""
     lease: float = 60.0
     """Seconds without a coordinator's call after which the agent gives up the update of a paused or half-updated engine."""
     silent: float = 120.0

@@ -36,6 +36,10 @@ In a router pod this port answers the batch server's questions only. The front r
 """
 BATCHES_PORT = 30021
 """The batch server, bound to 127.0.0.1 inside the router pod; reached through the front."""
+STORE_PORT = 30030
+"""Calls of the coordinator to the weight store, with the store's credential."""
+STAGING_PORT = 30031
+"""Data port of the weight store and of the agents: index and pieces of staged versions, with a ticket."""
 
 OPERATOR_METRICS_PORT = 8080
 """``/metrics`` of the operator."""
@@ -84,6 +88,31 @@ AGENT_CHECKPOINT = "/agent/checkpoint"  # POST CheckpointRequest -> CheckpointRe
 AGENT_SIGNATURE = "/agent/signature"  # POST SignedVersion -> AgentStatus: would this engine accept the signature?
 AGENT_ACK = "/agent/ack"  # POST AckRequest -> AgentStatus: the engine holds this version completely
 AGENT_FENCE = "/agent/fence"  # POST FenceRequest -> AgentStatus: give up an incomplete update: gate closed, engine not paused
+
+AGENT_STAGE = "/agent/stage"  # POST StageRequest -> AgentStatus: copy a version into the pod
+AGENT_ACTIVATE = "/agent/activate"  # POST ActivateRequest -> ActivateReply: load a copy into the engine
+
+# Paths of the weight store on STORE_PORT. All but the first need the store's credential; every answer is a StoreStatus.
+STORE_HEALTH = "/store/health"  # (open) GET 200: the store runs
+STORE_METRICS = "/store/metrics"  # (open) GET Prometheus text
+STORE_STATUS = "/store/status"  # POST {}
+STORE_PREFLIGHT = "/store/preflight"  # POST PreflightRequest -> PreflightReply
+STORE_JOIN = "/store/join"  # POST StoreGroupRequest
+STORE_LEAVE = "/store/leave"  # POST StoreGroupRequest
+STORE_OPEN = "/store/open"  # POST StoreOpenRequest
+STORE_RECEIVE = "/store/receive"  # POST StoreReceiveRequest
+STORE_SEAL = "/store/seal"  # POST StoreSealRequest
+STORE_DROP = "/store/drop"  # POST StoreDropRequest
+STORE_FETCH = "/store/fetch"  # POST StageRequest with a digest: copy a version from agents that hold it; answered when it is complete
+
+# Paths on STAGING_PORT. {update} is the ID of an update.
+STAGED = "/staged"  # GET {STAGED}/{update}/index?from=N&wait=S -> IndexReply; GET {STAGED}/{update}/pieces/{shard}/{piece} -> bytes
+FLEET_UPDATES = "/fleet/updates"
+# At the store: PUT {FLEET_UPDATES}/{update}/pieces/{shard}/{piece}; GET {FLEET_UPDATES}/{update} -> UploadStatus
+TICKET_HEADER = "X-Rollout-Ticket"
+"""Request header: the ticket of a version, for reading or for uploading it."""
+DIGEST_HEADER = "X-Rollout-Digest"
+"""Request header of an uploaded piece: the SHA-256 of its bytes, hexadecimal."""
 
 # Coordinator paths beside SGLang's own paths.
 FLEET = "/fleet"  # GET FleetDocument

@@ -11,7 +11,7 @@ from sglang_rollout.wire import Message
 from sglang_rollout.wire.ports import WIRE_VERSION
 from sglang_rollout.wire.reasons import GateReason
 from sglang_rollout.wire.signed import SignedVersion
-from sglang_rollout.wire.states import EngineState, FleetState, Version
+from sglang_rollout.wire.states import EngineState, FleetState, StagedVersion, Version
 
 
 class EngineRow(Message):
@@ -94,6 +94,16 @@ class UpdateReason(StrEnum):
     """`spec.state` became `Asleep`."""
     COORDINATOR_RESTARTED = "CoordinatorRestarted"
     """The coordinator was restarted in the middle of the update. A commit was proved afterwards by the engines."""
+    STORE_FAILED = "StoreFailed"
+    """The weight store refused or failed a call of the update, or did not answer it."""
+    STORE_LOST = "StoreLost"
+    """The weight store was restarted in the middle of the update."""
+    TOO_LARGE = "TooLarge"
+    """The version is larger than `weights.staging.sizeLimit`."""
+    WITHDRAWN = "Withdrawn"
+    """The trainer withdrew its upload."""
+    TOO_FEW_ENGINES = "TooFewEngines"
+    """The version is committed, but fewer engines than `weights.minCommitted` have loaded it. The others load it from their copies."""
     OTHER = "Other"
     """A code of another release that this release does not know."""
 
@@ -129,6 +139,8 @@ class EndedUpdate(Message):
     """Why the update did not commit on all engines, as a code; None: it did."""
     signed_by: str = ""
     """ID of the key that signed the version; empty: it was not signed."""
+    update: str = ""
+    """ID of the update, with transport Staged; empty otherwise."""
 
     def shortened(self) -> EndedUpdate:
         """Return the update as the list of recent updates has it: a short message, and no engines."""
@@ -166,6 +178,8 @@ class GroupRow(_Group):
     """Indexes of the members in the record's engines, in rank order."""
     author: str = ""
     """Caller that opened the process group; empty: not known."""
+    store: str = ""
+    """Run of the weight store's process that joined; empty: engines did."""
 
 
 class OnDisk(Message):
@@ -233,6 +247,8 @@ class Record(Message):
     """Known checksums of the committed version, one per rank, by the number of an engine's ranks."""
     disk: OnDisk | None = None
     """Folder from which the committed version was loaded, if it was loaded from disk."""
+    staged: StagedVersion | None = None
+    """Contents of the committed version, if it came through the weight store."""
     adapters: list[AdapterRow] = Field(default_factory=list)
     announced: str = ""
     """Tensors that a complete push brings: hashes of their names, base64."""

@@ -31,6 +31,29 @@ class Version(Message):
         return BASE_LABEL if self.is_base else f"{self.run}/{self.step}"
 
 
+class StagedCopy(Message):
+    """A version in the memory of a weight store or of an engine pod."""
+
+    update: str
+    """ID of the update that sent it."""
+    version: Version | None = None
+    bytes: int = 0
+    """Bytes that have arrived."""
+    digest: str = ""
+    """Digest of the version once it is complete; empty before."""
+
+
+class StagedVersion(Message):
+    """What identifies the contents of a committed version that came through a weight store."""
+
+    update: str
+    """ID of the update that sent it."""
+    digest: str
+    """Digest of the version (:func:`sglang_rollout.staging.index.version_digest`)."""
+    bytes: int
+    """Bytes of all tensors."""
+
+
 BASE = Version(run=0, step=0, label=BASE_LABEL)
 """Version of a fleet that no trainer has updated yet."""
 

@@ -10,7 +10,10 @@ from sglang_rollout.wire import Message
 from sglang_rollout.wire.agent import Nccl
 from sglang_rollout.wire.ports import WIRE_VERSION
 from sglang_rollout.wire.record import AdapterRow, EndedUpdate, EngineRow, FleetGroup
-from sglang_rollout.wire.states import FleetState, Version
+from sglang_rollout.wire.states import FleetState, StagedCopy, Version
+
+TRANSPORT_STAGED = "Staged"
+"""Value of :attr:`FleetDocument.transport`: the fleet takes uploads (``POST /fleet/updates``)."""
 
 
 class FleetMember(EngineRow):
@@ -28,6 +31,21 @@ class FleetMember(EngineRow):
     """Version of SGLang; None while it is not known."""
     nccl: Nccl | None = None
     """NCCL of the engine. A trainer needs the same version, and the same ``NCCL_CUMEM_ENABLE``."""
+    staged: list[StagedCopy] = Field(default_factory=list)
+    """Versions in the memory of the engine's pod (transport Staged); without ``digest`` while they arrive."""
+
+
+class StoreRow(Message):
+    """The weight store in the discovery document."""
+
+    up: bool
+    """The store answers the coordinator."""
+    instance: str | None
+    """Identifies one run of the store's process; None while it is not known."""
+    copies: list[StagedCopy] = Field(default_factory=list)
+    """Versions that it holds; without ``digest`` while they arrive."""
+    message: str = ""
+    """Why it could not copy the committed version from the agents, as a sentence; empty if nothing failed."""
 
 
 class Signing(Message):
@@ -56,6 +74,8 @@ class FleetDocument(Message):
     """World size of a process group opened now: the trainer and all ranks of the engines that take part."""
     backend: str
     """Backend of the process group if the trainer names none."""
+    transport: str = "Distributed"
+    """``spec.weights.transport``: ``Distributed``, ``Disk`` or ``Staged``."""
     fleet_id: str = ""
     """Identifies the fleet: distinguishes its versions from those of an earlier fleet with the same name."""
     lease: float = 20.0
@@ -80,6 +100,10 @@ class FleetDocument(Message):
     """Applied ``spec.state``."""
     held: str = ""
     """Interruption that keeps the engines from serving, as a sentence; empty if there is none."""
+    update: str | None = None
+    """ID of the open update, with transport Staged; null: none is open."""
+    store: StoreRow | None = None
+    """The weight store; null: the transport is not Staged."""
     signing: Signing | None = None
     """What the signature of the next version must name; null: the fleet accepts unsigned updates."""
 

@@ -1,0 +1,196 @@
+"""Messages of transport Staged: a version as shards and pieces, its index, and the calls of coordinator, weight store and agents.
+
+A version is a list of *shards*. Each shard is one safetensors file whose header follows from its list of tensors. The bytes behind the
+header are cut into *pieces* of ``PIECE_BYTES``. The *index* of a version is a list of entries that only grows: a shard, then its pieces in
+any order as they arrive, and at last the end. So agents copy a version while it still arrives.
+"""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from sglang_rollout.wire import Message
+from sglang_rollout.wire.agent import AckRequest
+from sglang_rollout.wire.states import StagedCopy as StagedCopy  # noqa: PLC0414 - statuses of agents have copies, too
+from sglang_rollout.wire.states import Version
+
+PIECE_BYTES = 16 * 2**20
+"""Bytes of a piece; the last piece of a shard may be shorter."""
+MAX_SHARDS = 100_000
+DIGEST_PATTERN = "^[0-9a-f]{64}$"
+UPDATE_PATTERN = "^[0-9a-f]{32}$"
+
+
+class StagedTensor(Message):
+    """One tensor of a shard."""
+
+    name: str = Field(min_length=1, max_length=1024)
+    dtype: str
+    """Type as safetensors writes it: ``BF16``, ``F32``."""
+    shape: list[int] = Field(max_length=64)
+
+
+class Shard(Message):
+    """One safetensors file: these tensors, in this order, without gaps."""
+
+    tensors: list[StagedTensor] = Field(min_length=1)
+
+
+class Piece(Message):
+    """A piece that has arrived completely."""
+
+    shard: int = Field(ge=0)
+    piece: int = Field(ge=0)
+    digest: str = Field(pattern=DIGEST_PATTERN)
+    """SHA-256 of its bytes, hexadecimal."""
+
+
+class VersionEnd(Message):
+    """The last entry: the version is complete."""
+
+    digest: str = Field(pattern=DIGEST_PATTERN)
+    """Digest of the version (:func:`sglang_rollout.staging.index.version_digest`)."""
+    bytes: int = Field(ge=0)
+    """Bytes of all tensors."""
+
+
+class IndexEntry(Message):
+    """One entry of an index; exactly one field is set."""
+
+    shard: Shard | None = None
+    piece: Piece | None = None
+    end: VersionEnd | None = None
+
+
+class IndexReply(Message):
+    """Entries of an index from a position on."""
+
+    entries: list[IndexEntry]
+    next: int
+    """Position after the last of these entries."""
+
+
+# --- coordinator -> agent ---------------------------------------------------------------------------------------------------
+
+
+class StageRequest(Message):
+    """Copy a version into the pod, or into the weight store. The copy continues after the answer.
+
+    A copy that is complete already takes the ticket of the request: the tickets change with the rollout's key.
+    """
+
+    update: str = Field(pattern=UPDATE_PATTERN)
+    version: Version | None = None
+    """The version; None while its label is not known."""
+    parents: list[str]
+    """URLs of the data ports to copy from, in this order. The last one is the store."""
+    ticket: str
+    """Ticket that the parents demand."""
+    keep: list[str] = Field(default_factory=list)
+    """Updates whose copies stay. All others are deleted, except this one."""
+    size_limit: int = Field(ge=1)
+    """Most bytes of one version."""
+    digest: str = ""
+    """Digest that the complete copy must have. Empty: answer at once; otherwise answer when the copy is complete, or has failed."""
+    deadline: float = Field(default=600.0, gt=0)
+    """Seconds after which a copy that is not complete has failed."""
+
+
+class ActivateRequest(Message):
+    """Load a complete copy into the engine, and acknowledge the version. The engine is paused meanwhile, and stays paused."""
+
+    update: str = Field(pattern=UPDATE_PATTERN)
+    digest: str = Field(pattern=DIGEST_PATTERN)
+    ack: AckRequest
+    mode: str = "retract"
+    """Pause mode of SGLang for running requests."""
+    checksums: bool = True
+    """Return the checksums of the engine's weights."""
+    expected: list[str] | None = None
+    """Checksums that the engine must have afterwards. An engine with other ones does not acknowledge the version, and stays dirty."""
+
+
+class ActivateReply(Message):
+    """Result of an activation that succeeded. A refusal has ``wrote`` in its body: false if the engine still holds what it held before."""
+
+    checksums: list[str] | None = None
+    """One checksum per rank, if the request asked for them."""
+    flushed: bool = True
+    """False if the engine kept its prefix cache, because requests still run in a pause in place."""
+    seconds: dict[str, float] = Field(default_factory=dict)
+    """Seconds of each step: pause, load, verify, flush."""
+
+
+# --- coordinator -> store ---------------------------------------------------------------------------------------------------
+
+
+class StoreOpenRequest(Message):
+    """Begin a version in the store."""
+
+    update: str = Field(pattern=UPDATE_PATTERN)
+    upload_ticket: str = ""
+    """Ticket of an uploader; empty: the version arrives through a process group."""
+    upload_seconds: float = Field(default=3600.0, gt=0)
+    """Seconds after which the uploader's ticket expires."""
+    ticket: str
+    """Ticket of readers."""
+    size_limit: int = Field(ge=1)
+    shards: list[Shard] = Field(default_factory=list)
+    """All shards of an upload. Shards from a process group are added as their tensors are announced."""
+    keep: list[str] = Field(default_factory=list)
+    """Updates whose versions stay. All others are deleted."""
+
+
+class StoreGroupRequest(Message):
+    """Join a process group of the trainer as its rank 1, or leave it."""
+
+    group_name: str
+    master_address: str = ""
+    master_port: int = 0
+    world_size: int = 2
+    rank_offset: int = 1
+    backend: str = "gloo"
+    deadline: float = Field(default=120.0, gt=0)
+
+
+class StoreReceiveRequest(Message):
+    """Receive one bucket of tensors from a process group as the next shard of a version."""
+
+    update: str = Field(pattern=UPDATE_PATTERN)
+    group_name: str
+    shard: Shard
+    flattened: bool
+    """True: one broadcast of all bytes; False: one broadcast per tensor."""
+    deadline: float = Field(default=300.0, gt=0)
+
+
+class StoreSealRequest(Message):
+    """Declare a version complete. Refused while pieces are missing."""
+
+    update: str = Field(pattern=UPDATE_PATTERN)
+    version: Version
+
+
+class StoreDropRequest(Message):
+    """Delete all versions but these."""
+
+    keep: list[str]
+
+
+class StoreStatus(Message):
+    """State of the store: the reply to every call of the coordinator."""
+
+    instance: str
+    """Identifies one run of the store's process: process groups and unfinished versions end with it."""
+    copies: list[StagedCopy] = Field(default_factory=list)
+    groups: list[str] = Field(default_factory=list)
+
+
+class UploadStatus(Message):
+    """State of an upload, for the uploader."""
+
+    update: str
+    bytes: int
+    """Bytes that have arrived."""
+    missing: list[tuple[int, int]] = Field(default_factory=list)
+    """Shard and piece of the first 10,000 pieces that have not arrived."""
