@@ -1,0 +1,391 @@
+"""Versions in a folder: one safetensors file per shard, and a manifest once the version is complete.
+
+A store and every agent hold :class:`Copies`. Only the event loop changes an index; bytes are hashed and written in threads. Nothing is
+flushed to disk, so a copy is trusted only in the boot of the machine that wrote it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import AsyncIterable
+from pathlib import Path
+
+from pydantic import Field, ValidationError
+
+from sglang_rollout.staging.files import (
+    DELETED_PREFIX,
+    Writing,
+    allocate,
+    delete_folders,
+    finish_in_thread,
+    hash_range,
+    hide_folder,
+    map_shard,
+    read_boot_id,
+    replace_file,
+    write_at,
+    write_chunks,
+)
+from sglang_rollout.staging.index import Index, StagedError, StagedFault, piece_count, piece_offset, shard_bytes, shard_header
+from sglang_rollout.wire import Message
+from sglang_rollout.wire.staged import UPDATE_PATTERN, IndexEntry, Piece, Shard, StagedCopy, VersionEnd
+from sglang_rollout.wire.states import Version
+
+log = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+TICKETS = "tickets.json"
+
+
+class Manifest(Message):
+    """``manifest.json``: it is written last, so its existence means that the copy is complete."""
+
+    entries: list[IndexEntry] = Field(min_length=2)
+    """The index; its last entry is the end."""
+    version: Version | None = None
+    boot: str = ""
+    """Boot of the machine in which the files were written."""
+
+
+def shard_file(shard: int) -> str:
+    """Return the name of a shard's file."""
+    return f"{shard:05d}.safetensors"
+
+
+class Copy:
+    """One version in a folder.
+
+    Args:
+        update: ID of the update that brings the version.
+        folder: Folder of the files.
+        ticket: Ticket that readers must present.
+        size_limit: Most bytes of all tensors.
+    """
+
+    def __init__(self, update: str, folder: Path, ticket: str, size_limit: int) -> None:
+        self.update = update
+        self.folder = folder
+        self.ticket = ticket
+        self.size_limit = size_limit
+        self.index = Index()
+        self.version: Version | None = None
+        self.is_deleted = False
+        self._data_starts: list[int] = []
+        self._locks: dict[tuple[int, int], asyncio.Lock] = {}
+        self._touched: dict[tuple[int, int], int] = {}
+        """Bytes of each piece whose space has been taken, or is being taken."""
+        self._waiters: set[asyncio.Future[None]] = set()
+
+    @property
+    def is_complete(self) -> bool:
+        """True if all pieces and the end are there."""
+        return self.index.end is not None
+
+    @property
+    def files(self) -> list[str]:
+        """Names of the shards' files, in order."""
+        return [shard_file(shard) for shard in range(len(self.index.shards))]
+
+    @property
+    def file_sizes(self) -> list[int]:
+        """Bytes of the shards' files, headers included, in order."""
+        return [start + size for start, size in zip(self._data_starts, self.index.sizes, strict=True)]
+
+    def status(self) -> StagedCopy:
+        """Return what statuses say about the copy."""
+        digest = self.index.end.digest if self.index.end else ""
+        return StagedCopy(update=self.update, version=self.version, bytes=self.index.bytes_arrived, digest=digest)
+
+    def shard_path(self, shard: int) -> Path:
+        """Return the path of a shard's file."""
+        return self.folder / shard_file(shard)
+
+    def data_start(self, shard: int) -> int:
+        """Return the offset of the first tensor's bytes in a shard's file."""
+        return self._data_starts[shard]
+
+    def piece_location(self, shard: int, piece: int) -> tuple[Path, int, int]:
+        """Return file, offset and bytes of a piece. Raises StagedError if the version does not have the piece."""
+        size = self.index.piece_size(shard, piece)
+        return self.shard_path(shard), self._data_starts[shard] + piece_offset(piece), size
+
+    # Receive
+
+    def add_shard(self, shard: Shard) -> None:
+        """Create the file of the next shard. Raises StagedError for a malformed shard, above the limit, and without space."""
+        self._check_open()
+        if self.is_complete:
+            raise StagedError(f"The version of update {self.update} is complete, so no shard can follow.")
+        header, size = shard_header(shard), shard_bytes(shard)
+        self._check_size(size)
+        path = self.shard_path(len(self.index.shards))
+        with Writing(path):
+            path.write_bytes(header)
+            os.truncate(path, len(header) + size)
+        self._data_starts.append(len(header))
+        self.index.add(IndexEntry(shard=shard))
+        self._wake_waiters()
+
+    async def receive_piece(self, shard: int, piece: int, digest: str, chunks: AsyncIterable[bytes]) -> bool:
+        """Write a piece as its bytes arrive. Return False, without reading, if the piece is there already.
+
+        Two callers with the same piece take turns. Bytes that do not have the digest never count as arrived.
+
+        Raises:
+            StagedError: The bytes have another digest or length, the piece is there with another digest, or there is no space.
+        """
+        path, offset, size = self.piece_location(shard, piece)
+        index = self.index
+        async with self._locks.setdefault((shard, piece), asyncio.Lock()):
+            self._check_open(index)
+            if (shard, piece) in index.digests:
+                return self._add_piece(shard, piece, digest)
+            self._touched[shard, piece] = size
+            try:
+                found = await write_chunks(path, offset, size, chunks)
+            except StagedError:
+                self._check_open(index)  # the file may be gone for this reason
+                raise
+            self._check_open(index)
+            if found != digest:
+                message = (
+                    f"Piece {piece} of shard {shard} arrived with other bytes than announced: SHA-256 {found[:12]}…, not {digest[:12]}…."
+                )
+                raise StagedError(message, StagedFault.WRONG_BYTES)
+            return self._add_piece(shard, piece, digest)
+
+    def write_piece(self, shard: int, piece: int, data: bytes | memoryview, digest: str) -> bool:
+        """Write a piece that is in memory, and return False if it is there already. Blocks: for pieces that are small or few."""
+        self._check_open()
+        path, offset, size = self.piece_location(shard, piece)
+        if (shard, piece) in self.index.digests:
+            return self._add_piece(shard, piece, digest)
+        if len(data) != size or hashlib.sha256(data).hexdigest() != digest:
+            message = f"Piece {piece} of shard {shard} does not have the announced SHA-256, or has {len(data)} bytes and not {size}."
+            raise StagedError(message, StagedFault.WRONG_BYTES)
+        self._touched[shard, piece] = size
+        write_at(path, offset, [data])
+        return self._add_piece(shard, piece, digest)
+
+    async def allocate(self, shard: int) -> None:
+        """Reserve the space of a shard's file, so that writes to its map cannot fail. Raises StagedError without space."""
+        path, size = self.shard_path(shard), self.file_sizes[shard]
+        for piece in range(piece_count(self.index.sizes[shard])):
+            self._touched[shard, piece] = self.index.piece_size(shard, piece)
+        await finish_in_thread(lambda: allocate(path, size))
+
+    def buffer(self, shard: int) -> memoryview:
+        """Return a writable map of a shard's data bytes. Call :meth:`allocate` before, and :meth:`confirm_piece` for each piece after."""
+        self._check_open()
+        return map_shard(self.shard_path(shard), self._data_starts[shard])
+
+    async def confirm_piece(self, shard: int, piece: int) -> Piece:
+        """Hash a piece that was written to the shard's map, and enter it into the index."""
+        path, offset, size = self.piece_location(shard, piece)
+        index = self.index
+        self._check_open(index)
+        try:
+            digest = await finish_in_thread(lambda: hash_range(path, offset, size))
+        except StagedError:
+            self._check_open(index)
+            raise
+        self._check_open(index)
+        self._add_piece(shard, piece, digest)
+        return Piece(shard=shard, piece=piece, digest=digest)
+
+    async def confirm_shard(self, shard: int) -> None:
+        """Hash all pieces of a shard that was written to its map, and enter them into the index."""
+        for piece in range(piece_count(self.index.sizes[shard])):
+            await self.confirm_piece(shard, piece)
+
+    def seal(self, version: Version | None = None) -> VersionEnd:
+        """Declare the copy complete, and write its manifest. May be repeated, for a version that was not known before.
+
+        Raises:
+            StagedError: Pieces are missing, or the manifest cannot be written.
+        """
+        self._check_open()
+        end = self.index.seal()
+        self._wake_waiters()
+        if (version is not None and version != self.version) or not (self.folder / MANIFEST).exists():
+            self.version = version or self.version
+            manifest = Manifest(entries=self.index.entries, version=self.version, boot=read_boot_id())
+            replace_file(self.folder / MANIFEST, manifest.model_dump_json(exclude_none=True))
+        return end
+
+    async def reset(self) -> None:
+        """Delete all shards and pieces, because they are not what the version should be. Readers that have opened a file keep it."""
+        self._check_open()
+        with Writing(self.folder):
+            hidden = hide_folder(self.folder)
+            self.folder.mkdir()
+        self.index = Index()
+        self._data_starts.clear()
+        self._locks.clear()
+        self._touched.clear()
+        self._wake_waiters()
+        await finish_in_thread(lambda: delete_folders([hidden]))
+
+    def restore(self, manifest: Manifest) -> None:
+        """Take over the files of an earlier process. Raises StagedError if they are not what the manifest describes."""
+        for entry in manifest.entries:
+            self.index.add(entry)
+            if entry.shard is not None:
+                self._data_starts.append(len(shard_header(entry.shard)))
+        if self.index.end is None:
+            raise StagedError(f"{self.folder / MANIFEST} has no end.")
+        for name, size in zip(self.files, self.file_sizes, strict=True):
+            found = (self.folder / name).stat().st_size if (self.folder / name).is_file() else -1
+            if found != size:
+                raise StagedError(f"{self.folder / name} has {found} bytes, not {size}.")
+        self.version = manifest.version
+
+    # Follow
+
+    async def wait_for_entries(self, position: int, seconds: float) -> None:
+        """Return when the index has more than ``position`` entries, the copy is deleted or reset, or the time is over."""
+        loop, index = asyncio.get_running_loop(), self.index
+        deadline = loop.time() + seconds
+        while len(index.entries) <= position and self._is_open(index) and (left := deadline - loop.time()) > 0:
+            waiter = loop.create_future()
+            self._waiters.add(waiter)
+            try:
+                await asyncio.wait({waiter}, timeout=left)
+            finally:
+                self._waiters.discard(waiter)
+
+    def mark_deleted(self) -> None:
+        """End all waits for entries and refuse further writes."""
+        self.is_deleted = True
+        self._wake_waiters()
+
+    def _wake_waiters(self) -> None:
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def _add_piece(self, shard: int, piece: int, digest: str) -> bool:
+        added = self.index.add(IndexEntry(piece=Piece(shard=shard, piece=piece, digest=digest)))
+        if added:
+            self._locks.pop((shard, piece), None)
+            self._wake_waiters()
+        return added
+
+    def _is_open(self, index: Index) -> bool:
+        """Return whether the copy was neither deleted nor reset since the caller read ``index``."""
+        return not self.is_deleted and self.index is index
+
+    def _check_open(self, index: Index | None = None) -> None:
+        """Raise StagedError if the copy was deleted, or was reset since the caller read ``index``."""
+        if not self._is_open(index or self.index):
+            what = "deleted" if self.is_deleted else "started again"
+            raise StagedError(f"The copy of update {self.update} has been {what} meanwhile.", StagedFault.DELETED)
+
+    def _check_size(self, more: int) -> None:
+        total = self.index.bytes + more
+        if total > self.size_limit:
+            message = (
+                f"The version has at least {total} bytes, more than the limit of {self.size_limit} bytes (spec.weights.staging.sizeLimit)."
+                " Raise the limit, or send a smaller version."
+            )
+            raise StagedError(message, StagedFault.TOO_LARGE)
+        free, needed = shutil.disk_usage(self.folder).free, total - sum(self._touched.values())
+        if needed > free:
+            message = f"The volume {self.folder.parent} has {free} bytes free, but the rest of the version needs {needed}."
+            raise StagedError(message, StagedFault.NO_SPACE)
+
+
+class Copies:
+    """All copies of one volume.
+
+    Args:
+        volume: Folder of the copies. It may be readable for others.
+        state: Folder of the tickets, which only the owner may read.
+    """
+
+    def __init__(self, volume: Path, state: Path) -> None:
+        self.volume = volume
+        self._tickets_file = state / TICKETS
+        self._copies: dict[str, Copy] = {}
+        self._saved_tickets: dict[str, str] = {}
+        with Writing(volume):
+            volume.mkdir(parents=True, exist_ok=True)
+            state.mkdir(parents=True, exist_ok=True)
+        self._load()
+
+    def get(self, update: str) -> Copy | None:
+        """Return the copy of an update."""
+        return self._copies.get(update)
+
+    def open(self, update: str, ticket: str, size_limit: int) -> Copy:
+        """Return the copy of an update, which is created if it is missing. The ticket and the limit of the newest call count."""
+        if not re.fullmatch(UPDATE_PATTERN, update):
+            raise StagedError(f"{update!r} is not the ID of an update.")
+        copy = self._copies.get(update)
+        if copy is None:
+            copy = Copy(update, self.volume / update, ticket, size_limit)
+            with Writing(copy.folder):
+                copy.folder.mkdir()
+            self._copies[update] = copy
+        copy.size_limit = size_limit
+        if copy.ticket != ticket or update not in self._saved_tickets:
+            copy.ticket = ticket
+            self._save_tickets()
+        return copy
+
+    async def keep(self, updates: set[str]) -> None:
+        """Delete all copies but these. Returns when their space is free."""
+        removed = [self._copies.pop(update) for update in list(self._copies) if update not in updates]
+        if not removed:
+            return
+        for copy in removed:
+            copy.mark_deleted()
+        hidden = [hide_folder(copy.folder) for copy in removed]
+        self._save_tickets()
+        await finish_in_thread(lambda: delete_folders(hidden))
+
+    def status(self) -> list[StagedCopy]:
+        """Return the status of each copy, oldest first."""
+        return [copy.status() for copy in self._copies.values()]
+
+    def _load(self) -> None:
+        """Take over complete copies, and delete what an earlier process left unfinished."""
+        tickets, boot = self._read_tickets(), read_boot_id()
+        found = [path for path in self.volume.iterdir() if path.is_dir() and re.fullmatch(UPDATE_PATTERN, path.name)]
+        for folder in sorted(found, key=lambda path: path.stat().st_mtime):
+            copy = Copy(folder.name, folder, tickets.get(folder.name, ""), 0)
+            try:
+                manifest = Manifest.model_validate_json((folder / MANIFEST).read_bytes())
+                if manifest.boot != boot:
+                    raise StagedError("The machine has started again since it was written.")  # its files may lack their last bytes
+                copy.restore(manifest)
+            except FileNotFoundError:
+                log.info("The copy of update %s is unfinished, so it is deleted.", folder.name)
+                hide_folder(folder)
+            except (OSError, ValidationError, StagedError) as error:
+                log.warning("The copy of update %s cannot be used, so it is deleted: %s", folder.name, str(error).splitlines()[0])
+                hide_folder(folder)
+            else:
+                self._copies[folder.name] = copy
+        delete_folders([path for path in self.volume.iterdir() if path.name.startswith(DELETED_PREFIX)])
+        self._save_tickets()
+
+    def _read_tickets(self) -> dict[str, str]:
+        try:
+            found = json.loads(self._tickets_file.read_bytes())
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as error:
+            log.warning("%s cannot be read, so copies are not given to other pods until the next update: %s", self._tickets_file, error)
+            return {}
+        return {str(update): str(ticket) for update, ticket in found.items()} if isinstance(found, dict) else {}
+
+    def _save_tickets(self) -> None:
+        self._saved_tickets = {update: copy.ticket for update, copy in self._copies.items()}
+        replace_file(self._tickets_file, json.dumps(self._saved_tickets), mode=0o600)

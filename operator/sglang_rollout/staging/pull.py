@@ -1,0 +1,320 @@
+"""Copy a version from another pod while it still arrives there.
+
+Parents are asked in order; the last one is the store, whose index decides where two parents contradict each other. What has arrived stays
+when the parent changes. A digest that the coordinator demands is the last word on every parent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+
+import aiohttp
+from pydantic import ValidationError
+
+from sglang_rollout.staging.copies import Copy
+from sglang_rollout.staging.index import Index, StagedError, StagedFault
+from sglang_rollout.wire.ports import STAGED, TICKET_HEADER
+from sglang_rollout.wire.reasons import RefusalCode, end_sentence, quote_value
+from sglang_rollout.wire.staged import IndexEntry, IndexReply, Piece, StageRequest, VersionEnd
+
+log = logging.getLogger(__name__)
+
+PARALLEL_PIECES = 4
+"""Pieces that are copied at a time."""
+POLL_SECONDS = 10.0
+"""Time that a parent may wait for an entry before it answers."""
+PATIENCE_SECONDS = 2.0
+"""Time for which a parent may not know the update: the coordinator tells all pods at once."""
+_PATIENCE_STEP_SECONDS = 0.1
+_CONNECT_SECONDS = 5.0
+_READ_SECONDS = 15.0
+"""Time without a byte after which a parent is given up."""
+_FIRST_DELAY_SECONDS, _LAST_DELAY_SECONDS = 0.25, 5.0
+"""Times between two rounds through the parents."""
+_MAX_REPLY_BYTES = 256 * 2**20
+_READ_BUFFER_BYTES = 2**20
+
+
+async def pull(session: aiohttp.ClientSession, request: StageRequest, copy: Copy) -> VersionEnd:
+    """Complete a copy, and return its end. A copy that is complete already is checked against ``request.digest``.
+
+    Only one pull at a time may work on a copy. Another pull with other parents continues where this one was cancelled.
+
+    Raises:
+        StagedError: The deadline has passed, the version is too large, there is no space, every parent gives wrong bytes, or the copy
+            was deleted.
+    """
+    if not request.parents:
+        raise StagedError(f"Update {request.update} has no parent to copy from.")
+    work = _Pull(session, request, copy)
+    try:
+        async with asyncio.timeout(request.deadline):
+            return await work.run()
+    except TimeoutError:
+        raise work.late() from None
+
+
+class _ParentError(Exception):
+    """A parent cannot give the version now; with ``is_wrong``, it is not asked again."""
+
+    def __init__(self, message: str, *, is_wrong: bool = False) -> None:
+        super().__init__(message)
+        self.is_wrong = is_wrong
+
+
+class _AbsentError(Exception):
+    """The parent does not know the update."""
+
+
+class _ContradictionError(Exception):
+    """A parent's index contradicts what has arrived."""
+
+
+class _Pull:
+    def __init__(self, session: aiohttp.ClientSession, request: StageRequest, copy: Copy) -> None:
+        self._session = session
+        self._request = request
+        self._copy = copy
+        self._parents = [parent.rstrip("/") for parent in request.parents]
+        self._problems: dict[str, str] = {}
+        self._wrong: set[str] = set()
+
+    async def run(self) -> VersionEnd:
+        """Ask the parents in order, again and again."""
+        if self._copy.is_complete:
+            end = self._copy.seal(self._request.version)
+            if self._request.digest in ("", end.digest):
+                return end
+            log.warning("The copy of update %s does not have the demanded digest, so it is started again.", self._copy.update)
+            await self._copy.reset()
+        delay = _FIRST_DELAY_SECONDS
+        while True:
+            before = self._copy.index.bytes_arrived
+            for parent in [parent for parent in self._parents if parent not in self._wrong]:
+                copied = await self._try(parent)
+                if copied is not None:
+                    return copied
+            if self._wrong.issuperset(self._parents):
+                raise StagedError(
+                    f"No parent gives the right bytes of update {self._copy.update}. {self._describe()}", StagedFault.WRONG_DIGEST
+                )
+            delay = _FIRST_DELAY_SECONDS if self._copy.index.bytes_arrived > before else min(2 * delay, _LAST_DELAY_SECONDS)
+            await asyncio.sleep(delay)
+
+    def late(self) -> StagedError:
+        """Return the error of a copy that is not complete at the deadline."""
+        index = self._copy.index
+        arrived = f"{index.bytes_arrived} of {index.bytes} announced bytes have arrived" if index.shards else "no shard has been announced"
+        message = (
+            f"The copy of update {self._copy.update} is not complete after {self._request.deadline:g} s: {arrived}. {self._describe()}"
+        )
+        return StagedError(message.rstrip(), StagedFault.LATE)
+
+    async def _try(self, parent: str) -> VersionEnd | None:
+        """Copy from one parent. Return None if the next parent's turn has come."""
+        try:
+            return await self._copy_from(parent)
+        except _ContradictionError as error:
+            if parent != self._parents[-1]:
+                self._note(parent, f"{error}")
+                return None
+            log.warning("The copy of update %s contradicts its store, so it is started again: %s", self._copy.update, error)
+        except _ParentError as error:
+            self._note(parent, str(error))
+            if error.is_wrong:
+                self._wrong.add(parent)
+            return None
+        finally:
+            _raise_if_cancelled()
+        await self._copy.reset()
+        return await self._try(parent)  # an empty copy contradicts no index
+
+    def _note(self, parent: str, problem: str) -> None:
+        if self._problems.get(parent) != problem:
+            log.warning("Update %s cannot be copied from %s: %s", self._copy.update, parent, problem)
+        self._problems[parent] = problem
+
+    def _describe(self) -> str:
+        return " ".join(f"{parent}: {end_sentence(problem)}" for parent, problem in self._problems.items())
+
+    async def _copy_from(self, parent: str) -> VersionEnd:
+        wanted: asyncio.Queue[Piece] = asyncio.Queue()
+        try:
+            async with asyncio.TaskGroup() as group:
+                workers = [group.create_task(self._fetch_pieces(parent, wanted)) for _ in range(PARALLEL_PIECES)]
+                await self._follow(parent, wanted)
+                await wanted.join()
+                for worker in workers:
+                    worker.cancel()
+        except BaseExceptionGroup as errors:
+            raise _first_error(errors) from errors
+        return self._copy.seal(self._request.version)
+
+    # The index
+
+    async def _follow(self, parent: str, wanted: asyncio.Queue[Piece]) -> None:
+        """Read the parent's index to its end, and ask for the pieces that are missing here."""
+        theirs = Index()
+        while theirs.end is None:
+            position = len(theirs.entries)
+            entries = await self._read_entries(parent, position)
+            for entry in entries:
+                try:
+                    theirs.add(entry)
+                except StagedError as error:
+                    # A parent that has started again between two answers is read again from the start.
+                    raise _ParentError(f"its index is wrong: {error}", is_wrong=position == 0) from error
+                self._take_entry(parent, theirs, entry, wanted)
+            if not entries and await self._is_behind(parent, len(theirs.entries)):
+                raise _ParentError("it has had nothing new for some time, although the store has")
+        if len(theirs.shards) != len(self._copy.index.shards):
+            raise _ContradictionError(f"{parent} has {len(theirs.shards)} shards, but {len(self._copy.index.shards)} were announced before")
+
+    def _take_entry(self, parent: str, theirs: Index, entry: IndexEntry, wanted: asyncio.Queue[Piece]) -> None:
+        if entry.shard is not None:
+            self._take_shard(parent, len(theirs.shards) - 1, entry)
+        elif entry.piece is not None:
+            known = self._copy.index.digests.get((entry.piece.shard, entry.piece.piece))
+            if known is None:
+                wanted.put_nowait(entry.piece)
+            elif known != entry.piece.digest:
+                where = f"piece {entry.piece.piece} of shard {entry.piece.shard}"
+                raise _ContradictionError(f"{parent} has other bytes in {where} than the parent before")
+        elif theirs.end is not None and self._request.digest not in ("", theirs.end.digest):
+            message = f"its version has digest {theirs.end.digest[:12]}…, not {self._request.digest[:12]}…"
+            raise _ParentError(message, is_wrong=True)
+
+    def _take_shard(self, parent: str, number: int, entry: IndexEntry) -> None:
+        mine = self._copy.index.shards
+        if number < len(mine):
+            if mine[number] != entry.shard:
+                raise _ContradictionError(f"{parent} has other tensors in shard {number} than the parent before")
+            return
+        try:
+            if entry.shard is not None:
+                self._copy.add_shard(entry.shard)
+        except StagedError as error:
+            if error.fault is StagedFault.DELETED or parent == self._parents[-1]:
+                raise
+            # The store will say whether the version is so large.
+            raise _ParentError(f"its shard {number} cannot be taken: {error}", is_wrong=True) from error
+
+    async def _read_entries(self, parent: str, position: int) -> list[IndexEntry]:
+        """Return the entries from a position on; an empty list after some seconds without one."""
+        patient_until = asyncio.get_running_loop().time() + PATIENCE_SECONDS
+        while True:
+            try:
+                return await self._ask_index(parent, position, POLL_SECONDS)
+            except _AbsentError as error:
+                if position or asyncio.get_running_loop().time() >= patient_until:
+                    raise _ParentError(str(error)) from None
+                await asyncio.sleep(_PATIENCE_STEP_SECONDS)
+
+    async def _ask_index(self, parent: str, position: int, wait: float) -> list[IndexEntry]:
+        url, query = f"{parent}{STAGED}/{self._copy.update}/index", {"from": str(position), "wait": f"{wait:g}"}
+        limit = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS, sock_read=wait + _READ_SECONDS)
+        try:
+            async with self._session.get(url, params=query, headers=self._headers(), timeout=limit, allow_redirects=False) as answer:
+                await _check_status(answer)
+                reply = IndexReply.model_validate_json(await _read(answer))
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise _ParentError(_describe_failure(error)) from error
+        except ValidationError as error:
+            raise _ParentError(f"its index is malformed: {str(error).splitlines()[0]}", is_wrong=True) from error
+        return reply.entries
+
+    async def _is_behind(self, parent: str, position: int) -> bool:
+        """Return whether the store has entries that the parent does not have."""
+        store = self._parents[-1]
+        if parent == store:
+            return False
+        try:
+            return bool(await self._ask_index(store, position, 0))
+        except (_ParentError, _AbsentError):
+            return False
+
+    # The pieces
+
+    async def _fetch_pieces(self, parent: str, wanted: asyncio.Queue[Piece]) -> None:
+        while True:
+            await self._fetch_piece(parent, await wanted.get())
+            wanted.task_done()
+
+    async def _fetch_piece(self, parent: str, piece: Piece) -> None:
+        url = f"{parent}{STAGED}/{self._copy.update}/pieces/{piece.shard}/{piece.piece}"
+        limit = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS, sock_read=_READ_SECONDS)
+        try:
+            async with self._session.get(
+                url, headers=self._headers(), timeout=limit, allow_redirects=False, read_bufsize=_READ_BUFFER_BYTES
+            ) as answer:
+                await _check_status(answer)
+                await self._copy.receive_piece(piece.shard, piece.piece, piece.digest, _chunks(answer.content))
+        except _AbsentError as error:
+            raise _ParentError(str(error)) from None
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise _ParentError(_describe_failure(error)) from error
+        except StagedError as error:
+            if error.fault is StagedFault.WRONG_BYTES:
+                raise _ParentError(str(error), is_wrong=True) from error
+            raise
+
+    def _headers(self) -> dict[str, str]:
+        return {TICKET_HEADER: self._request.ticket, "Accept-Encoding": "identity"}
+
+
+async def _chunks(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """Yield a body as it arrives, without joining what the parser has split."""
+    async for chunk, _ in content.iter_chunks():
+        yield chunk
+
+
+async def _read(answer: aiohttp.ClientResponse) -> bytes:
+    parts, size = [], 0
+    async for part in _chunks(answer.content):
+        size += len(part)
+        if size > _MAX_REPLY_BYTES:
+            raise _ParentError(f"its answer has more than {_MAX_REPLY_BYTES} bytes", is_wrong=True)
+        parts.append(part)
+    return b"".join(parts)
+
+
+async def _check_status(answer: aiohttp.ClientResponse) -> None:
+    if answer.status == 200:
+        return
+    code, message = "", answer.reason or ""
+    try:
+        body = await answer.json()
+        code, message = str(body["code"]), str(body["message"])
+    except (ValueError, TypeError, KeyError, aiohttp.ContentTypeError):
+        pass  # not an answer of this project: status and reason describe it
+    if answer.status == 404 and code == RefusalCode.NOT_FOUND:
+        raise _AbsentError("it does not have the update")
+    raise _ParentError(f"it answered {answer.status} to GET {answer.url.path}: {quote_value(message)}")
+
+
+def _describe_failure(error: Exception) -> str:
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return f"it cannot be reached ({error.os_error.strerror or error.os_error})"
+    if isinstance(error, TimeoutError):
+        return "it has stopped sending"
+    return f"the answer broke off ({type(error).__name__}: {error})"
+
+
+def _first_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Return the error that decides most: of the copy, a contradiction, wrong bytes, of the parent."""
+
+    def rank(error: BaseException) -> int:
+        order = (StagedError, _ContradictionError, _ParentError)
+        place = next((number for number, kind in enumerate(order) if isinstance(error, kind)), -1)
+        return place + (isinstance(error, _ParentError) and not error.is_wrong)
+
+    return min(errors.exceptions, key=rank)
+
+
+def _raise_if_cancelled() -> None:
+    """Raise CancelledError if a cancellation met an error of a task group, which reports the error alone before Python 3.13."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError

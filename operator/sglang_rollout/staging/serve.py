@@ -1,0 +1,137 @@
+"""Give staged versions to other pods: the index as a long poll, and pieces straight from their file.
+
+The store and every agent serve these routes on their data port. Readers present the ticket of the version.
+"""
+
+from __future__ import annotations
+
+import hmac
+import math
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+
+from sglang_rollout.staging.copies import Copies, Copy
+from sglang_rollout.staging.index import StagedError
+from sglang_rollout.staging.send_file import send_file
+from sglang_rollout.wire.ports import STAGED, TICKET_HEADER
+from sglang_rollout.wire.reasons import Refusal, RefusalCode, RefusedError, reason_phrase
+from sglang_rollout.wire.staged import IndexEntry, IndexReply
+from sglang_rollout.wire.trainer import ControlReply
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+MAX_WAIT_SECONDS = 25.0
+"""Longest time that a question for entries waits."""
+_MAX_ENTRIES = 2000
+"""Entries of one reply."""
+_MAX_TENSORS = 20_000
+"""Tensors of one reply; one shard may have more."""
+
+
+def staging_routes(copies: Copies) -> list[web.RouteDef]:
+    """Return the routes below ``STAGED``."""
+    routes = _Routes(copies)
+    return [
+        web.get(f"{STAGED}/{{update}}/index", answer_refusals(routes.index), allow_head=False),
+        web.get(f"{STAGED}/{{update}}/pieces/{{shard}}/{{piece}}", answer_refusals(routes.piece), allow_head=False),
+    ]
+
+
+def answer_refusals(handler: Handler) -> Handler:
+    """Return a handler that answers a RefusedError with its status, its code and its message."""
+
+    async def answered(request: web.Request) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except RefusedError as error:
+            body = ControlReply(success=False, message=str(error), code=error.refusal.code).model_dump(mode="json", exclude_none=True)
+            return web.json_response(body, status=error.status, reason=reason_phrase(str(error)), headers=error.headers)
+
+    return answered
+
+
+def check_ticket(request: web.Request, ticket: str) -> None:
+    """Raise RefusedError unless the request presents this ticket. No request presents an empty ticket."""
+    given = request.headers.get(TICKET_HEADER, "").encode("utf-8", "surrogateescape")
+    if not ticket or not hmac.compare_digest(given, ticket.encode()):
+        message = f"{request.path}: the header {TICKET_HEADER} does not hold the ticket of this version."
+        raise RefusedError(Refusal(RefusalCode.FORBIDDEN, message))
+
+
+def path_number(request: web.Request, part: str) -> int:
+    """Return a number of the path. Raises RefusedError for anything else."""
+    return _number(request, part, request.match_info[part])
+
+
+class _Routes:
+    def __init__(self, copies: Copies) -> None:
+        self._copies = copies
+
+    async def index(self, request: web.Request) -> web.StreamResponse:
+        """Return the entries from a position on; wait for one if there is none."""
+        copy = self._find(request)
+        position, seconds = _number(request, "from", request.query.get("from", "0")), _wait_seconds(request)
+        await copy.wait_for_entries(position, seconds)
+        entries = copy.index.entries
+        if copy.is_deleted:
+            raise self._unknown(request)
+        if position > len(entries):
+            message = f"{request.path}: the index has {len(entries)} entries, not {position}: the copy was started again. Read from 0."
+            raise RefusedError(Refusal(RefusalCode.CONFLICT, message))
+        chosen = _choose_entries(entries, position)
+        reply = IndexReply(entries=chosen, next=position + len(chosen))
+        return web.Response(text=reply.model_dump_json(exclude_none=True), content_type="application/json")
+
+    async def piece(self, request: web.Request) -> web.StreamResponse:
+        """Return the bytes of a piece."""
+        copy = self._find(request)
+        shard, piece = path_number(request, "shard"), path_number(request, "piece")
+        if (shard, piece) not in copy.index.digests:
+            message = f"{request.path}: this piece has not arrived here."
+            raise RefusedError(Refusal(RefusalCode.UNAVAILABLE, message), status=404, headers={"Retry-After": "1"})
+        try:
+            path, offset, size = copy.piece_location(shard, piece)
+            file = path.open("rb", buffering=0)
+        except (StagedError, FileNotFoundError):  # deleted at this moment
+            raise self._unknown(request) from None
+        with file:
+            return await send_file(request, file, offset, size)
+
+    def _find(self, request: web.Request) -> Copy:
+        copy = self._copies.get(request.match_info["update"])
+        if copy is None:
+            raise self._unknown(request)
+        check_ticket(request, copy.ticket)
+        return copy
+
+    def _unknown(self, request: web.Request) -> RefusedError:
+        return RefusedError(Refusal(RefusalCode.NOT_FOUND, f"{request.path}: there is no copy of this update here."))
+
+
+def _choose_entries(entries: list[IndexEntry], position: int) -> list[IndexEntry]:
+    chosen: list[IndexEntry] = []
+    tensors = 0
+    for entry in entries[position : position + _MAX_ENTRIES]:
+        tensors += len(entry.shard.tensors) if entry.shard else 0
+        if chosen and tensors > _MAX_TENSORS:
+            break
+        chosen.append(entry)
+    return chosen
+
+
+def _number(request: web.Request, name: str, text: str) -> int:
+    if not text.isascii() or not text.isdigit() or len(text) > 18:
+        raise RefusedError(f"{request.path}: {name} must be a number from 0, not {text[:40]!r}.")
+    return int(text)
+
+
+def _wait_seconds(request: web.Request) -> float:
+    text = request.query.get("wait", "0")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds <= MAX_WAIT_SECONDS:
+        raise RefusedError(f"{request.path}: wait must be seconds from 0 to {MAX_WAIT_SECONDS:g}, not {text[:40]!r}.")
+    return seconds
