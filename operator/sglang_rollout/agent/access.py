@@ -7,32 +7,24 @@ updates and memory. The coordinator's answers are returned unchanged.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Self, TypeVar
+from typing import Self
 from urllib.parse import quote
 
 import aiohttp
 from aiohttp import web
-from pydantic import BaseModel, ValidationError
 
 from sglang_rollout.agent import events as ev
 from sglang_rollout.agent.agent import Agent
 from sglang_rollout.agent.authorities import Authorities
-from sglang_rollout.agent.refusals import REFUSAL_LOG
 from sglang_rollout.credentials import Credentials
+from sglang_rollout.internal.requests import Handler, check_term, check_token, refuse
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.access import CALLER_HEADER, RELAYED_AUTHORIZATION_HEADER, RELAYED_CALLER_HEADER
-from sglang_rollout.wire.ports import DEADLINE_HEADER, FLEET, FLEET_ENGINES, TERM_HEADER, VERSION_HEADER
-from sglang_rollout.wire.reasons import RefusedError, reason_phrase
-from sglang_rollout.wire.trainer import ControlReply
+from sglang_rollout.wire.ports import FLEET, FLEET_ENGINES, TERM_HEADER, VERSION_HEADER
 
 log = logging.getLogger(__name__)
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-_Model = TypeVar("_Model", bound=BaseModel)
 
 RELAYED = (
     ControlCall.RELEASE_MEMORY,
@@ -64,37 +56,10 @@ _CALLER_ALLOWED = frozenset({204, 405})
 """Answers that allow a caller. A coordinator of an earlier release answers 405, and decides when it gets the call."""
 
 
-def refuse(status: int, message: str, headers: Mapping[str, str] | None = None) -> web.Response:
-    """Return a refusal in SGLang's shape. The reason phrase repeats the message, because some clients print nothing else."""
-    body = ControlReply(success=False, message=message).model_dump(exclude_none=True)
-    return web.json_response(body, status=status, reason=reason_phrase(message), headers=headers)
-
-
 def _close(response: web.Response) -> web.Response:
     """Let the connection end with this answer, because the body of its request is not read."""
     response.force_close()
     return response
-
-
-@web.middleware
-async def answer_refusals(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer a RefusedError in SGLang's shape, and log a refused credential."""
-    try:
-        return await handler(request)
-    except RefusedError as error:
-        request.app[REFUSAL_LOG].note(request, error.status)
-        return refuse(error.status, str(error), error.headers)
-
-
-def check_token(request: web.Request, credentials: Credentials, hint: str = "") -> None:
-    """Raise RefusedError unless the call carries a credential of the engine; ``hint`` ends the message for a call without a token."""
-    scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-    # Tokens are ASCII. Other bytes arrive as lone surrogates, which cannot be encoded.
-    if scheme.lower() != "bearer" or not given or not given.isascii():
-        needed = f"{request.path}: control calls need 'Authorization: Bearer <token>'. Trainers call the fleet's URL, not an engine.{hint}"
-        raise RefusedError(needed, status=401)
-    if not credentials.accept(given.strip()):
-        raise RefusedError(f"{request.path}: this token is not the credential of this engine.", status=403)
 
 
 class Access:
@@ -110,22 +75,11 @@ class Access:
 
         async def checked(request: web.Request) -> web.StreamResponse:
             check_token(request, self._credentials, self._hint)
-            self._check_term(request)
+            self._agent.dispatch(ev.CoordinatorCalled(check_term(request, self._agent.state.record.term)))
             self._agent.last_call_at = time.monotonic()
             return await handler(request)
 
         return checked
-
-    def _check_term(self, request: web.Request) -> None:
-        text = request.headers.get(TERM_HEADER, "")
-        if not text.isascii() or not text.isdigit():
-            raise RefusedError(f"{request.path}: the header {TERM_HEADER} must hold the coordinator's term, a number.")
-        highest = self._agent.state.record.term
-        if int(text) < highest:
-            message = f"{request.path}: term {int(text)} is over; the coordinator of term {highest} leads."
-            # The header lets a coordinator with a lost record choose a term above every term that agents have seen.
-            raise RefusedError(message, status=409, headers={TERM_HEADER: str(highest)})
-        self._agent.dispatch(ev.CoordinatorCalled(int(text)))
 
 
 class Relay:
@@ -236,41 +190,3 @@ class Relay:
 
     def _unanswered(self, request: web.Request, problem: str, status: int = 503) -> web.Response:
         return refuse(status, f"{request.path}: the fleet's URL {self._url} {problem}.", {"Retry-After": "1"} if status == 503 else None)
-
-
-async def json_body(request: web.Request) -> dict[str, Any]:
-    """Return the body as a JSON object; an empty body is {}."""
-    raw = await request.read()
-    if not raw.strip():
-        return {}
-    try:
-        body = json.loads(raw)
-    except ValueError as error:
-        raise RefusedError(f"{request.path}: the body is not JSON: {error}.") from None
-    if not isinstance(body, dict):
-        raise RefusedError(f"{request.path}: the body must be a JSON object, not {type(body).__name__}.")
-    return body
-
-
-async def read_message(request: web.Request, model: type[_Model]) -> _Model:
-    """Return the body as a message of this model."""
-    try:
-        return model.model_validate(await json_body(request))
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "body"
-        raise RefusedError(f"{request.path}: {where}: {first['msg']}.") from None
-
-
-def deadline_of(request: web.Request, default: float) -> float:
-    """Return the caller's deadline in seconds."""
-    text = request.headers.get(DEADLINE_HEADER)
-    if text is None:
-        return default
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds <= 86400:
-        raise RefusedError(f"{request.path}: the header {DEADLINE_HEADER} must hold seconds, from 0 to 86400, not {text!r}.")
-    return seconds

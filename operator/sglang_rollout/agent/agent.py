@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -25,9 +25,11 @@ from sglang_rollout.sglang.api import ControlCall, PauseMode
 from sglang_rollout.sglang.client import EngineError, EngineGoneError, Reply
 from sglang_rollout.wire.agent import AgentStatus, SyncRequest
 from sglang_rollout.wire.reasons import GateReason, Refusal, RefusalCode
-from sglang_rollout.wire.states import EngineState
+from sglang_rollout.wire.states import EngineState, StagedCopy
 
 log = logging.getLogger(__name__)
+
+Judge = Callable[[Reply], Awaitable[Reply]]
 
 _UNANSWERED_POLLS = 3
 """Polls in a row without an answer after which the engine is down. A refused connection counts at once."""
@@ -80,6 +82,12 @@ class Agent:
         """Why the engine could not release its memory for ``spec.state: Asleep``."""
         self.on_call_ended: Callable[[str, Reply, float], None] = lambda call, reply, seconds: None
         """Called after each control call with its name, answer and duration in seconds."""
+        self.attempt = ""
+        """The running attempt to load a staged version, whose calls are the only ones; empty if there is none."""
+        self.own_load_until = 0.0
+        """Until when the agent may be loading a version of its own accord, without any call of a coordinator."""
+        self.list_copies: Callable[[], list[StagedCopy]] = list
+        """Return the versions in the memory of the pod."""
         self.explain_down: Callable[[], Refusal | None] = lambda: None
         """Return why the engine's pods have not started SGLang; None if they are not the cause."""
         self._unanswered_polls = 0
@@ -117,6 +125,7 @@ class Agent:
         """Return the status message of this moment."""
         gate_open = self.gate.view is not None and self.gate.view.up
         status = s.status(self.state, name=self.name, gate_open=gate_open, signed_only=self.signatures is not None)
+        status = status.model_copy(update={"staged": self.list_copies()})
         if self.release_failure is not None:
             status = status.model_copy(update={"reason": self.release_failure.code, "message": self.release_failure.message})
         if self.giving_up_since is None:
@@ -179,6 +188,12 @@ class Agent:
             )
         return facts
 
+    async def confirm_process(self) -> None:
+        """Raise EngineError unless the process that the record describes still answers. A poll may not have noticed its successor yet."""
+        if await self.engine.read_boot_id() != self.state.record.boot_id:
+            self.dispatch(ev.EngineDown("its process has been replaced"))
+            raise EngineError("its process has been replaced")
+
     def _check_boot_id(self) -> None:
         boot_id = self.engine.container_boot_id()
         if self.state.up and boot_id is not None and boot_id != self.state.record.boot_id:
@@ -199,7 +214,9 @@ class Agent:
 
     # Control calls
 
-    async def control(self, call: str, body: dict[str, Any], deadline: float, *, by_spec: bool = False) -> Reply:
+    async def control(
+        self, call: str, body: dict[str, Any], deadline: float, *, by_spec: bool = False, attempt: str = "", judge: Judge | None = None
+    ) -> Reply:
         """Send a control call to the engine unless a guard refuses it.
 
         Args:
@@ -207,17 +224,19 @@ class Agent:
             body: JSON body.
             deadline: Seconds to wait for the answer. The engine completes the call also after the deadline.
             by_spec: True for a release of memory that ``spec.state`` asks for.
+            attempt: Attempt to load a staged version that the call belongs to.
+            judge: Returns the true answer of a call whose answer from the engine does not say whether it succeeded.
         """
-        refused = self._refusal(call, body)
+        refused = self._refusal(call, body, attempt)
         if refused is None and call == ControlCall.RELEASE_MEMORY:
             refused = await self._release_refusal() or self._refusal(call, body)
-        if refused is None and call == ControlCall.UPDATE_TENSOR:
+        if refused is None and call == ControlCall.UPDATE_TENSOR and not attempt:
             refused = await asyncio.to_thread(guards.handles_refusal, body) or self._refusal(call, body)
         if refused is not None:
             return refusal_reply(refused.status, refused.message)
         if call == ControlCall.RELEASE_MEMORY and not guards.tags_of(call, body, self.state.record.interruption.released):
             return Reply.json(200, None)  # all memory is already released
-        task = self.start(call, body, by_spec=by_spec)
+        task = self.start(call, body, by_spec=by_spec, attempt=attempt, judge=judge)
         await asyncio.wait({task}, timeout=deadline)
         if not task.done():
             return refusal_reply(504, f"{call}: the engine has not answered within {deadline:g} s; the call continues.")
@@ -227,17 +246,19 @@ class Agent:
             await self.control(ControlCall.CONTINUE, {}, deadline)
         return reply
 
-    def start(self, call: str, body: dict[str, Any], *, by_spec: bool = False) -> asyncio.Task[Reply]:
+    def start(
+        self, call: str, body: dict[str, Any], *, by_spec: bool = False, attempt: str = "", judge: Judge | None = None
+    ) -> asyncio.Task[Reply]:
         """Record that a call begins and send it to the engine. The call continues if the caller disconnects."""
         record = self.state.record
         name, details = guards.name_of(call, body), guards.details_of(call, body, record.interruption.released)
-        self.dispatch(ev.CallBegan(call, name, details, by_spec))
+        self.dispatch(ev.CallBegan(call, name, details, by_spec, attempt))
         self.running_since = time.monotonic()
         ended = ev.CallEnded(call, ok=False, boot_id=record.boot_id, name=name, details=details)
-        self.running = asyncio.create_task(self._perform(ended, guards.prepare_body(call, body, record)), name=call)
+        self.running = asyncio.create_task(self._perform(ended, guards.prepare_body(call, body, record), judge), name=call)
         return self.running
 
-    async def _perform(self, ended: ev.CallEnded, body: dict[str, Any]) -> Reply:
+    async def _perform(self, ended: ev.CallEnded, body: dict[str, Any], judge: Judge | None) -> Reply:
         call = ended.call
         try:
             if call == ControlCall.RELEASE_MEMORY:
@@ -247,6 +268,8 @@ class Agent:
             reply = await self.engine.call(call, body)
             if call == ControlCall.FLUSH_CACHE and not reply.ok and await self.engine.wait_for_check():
                 reply = await self.engine.call(call, body)
+            if judge is not None:
+                reply = await judge(reply)
             is_unknown = self.state.record.adapters.get(ended.name) == s.UNKNOWN_PATH
             if call == ControlCall.UNLOAD_ADAPTER and is_unknown and _NO_ADAPTER in reply.body:
                 reply = Reply.json(200, {"success": True, "message": f"The engine did not hold {ended.name}."})
@@ -263,11 +286,16 @@ class Agent:
         self.on_call_ended(call, reply, seconds)
         return reply
 
-    def _refusal(self, call: str, body: dict[str, Any]) -> Refusal | None:
+    def _refusal(self, call: str, body: dict[str, Any], attempt: str = "") -> Refusal | None:
+        activation = self.state.record.activation
         if self.giving_up_since is not None:
             message = f"{call}: the agent is giving up an update (/agent/fence) and takes no call until that has ended."
             return Refusal(RefusalCode.CONFLICT, message)
-        return guards.refusal(self.state, call, body)
+        if attempt != self.attempt:
+            return Refusal(RefusalCode.CONFLICT, f"{call}: the agent is loading a staged version and takes no call until that has ended.")
+        if attempt and (activation is None or activation.attempt != attempt):
+            return Refusal(RefusalCode.CONFLICT, f"{call}: the load of the staged version was given up.")
+        return guards.refusal(self.state, call, body, is_activation=bool(attempt))
 
     async def _release_refusal(self) -> Refusal | None:
         """Return why the engine must not release memory now; None if it may. SGLang ends if a request runs during a release."""

@@ -12,27 +12,18 @@ from prometheus_client.aiohttp import make_aiohttp_handler
 from sglang_rollout.agent import events as ev
 from sglang_rollout.agent import guards
 from sglang_rollout.agent import state as s
-from sglang_rollout.agent.access import (
-    RELAYED,
-    Access,
-    Handler,
-    Relay,
-    answer_refusals,
-    check_token,
-    deadline_of,
-    json_body,
-    read_message,
-    refuse,
-)
+from sglang_rollout.agent.access import RELAYED, Access, Relay
 from sglang_rollout.agent.agent import Agent
 from sglang_rollout.agent.checkpoint import CheckpointCheck
 from sglang_rollout.agent.engine_model import EngineModel
 from sglang_rollout.agent.launch.head_pod import HeadPod
-from sglang_rollout.agent.reachability import preflight
 from sglang_rollout.agent.record import RecordError
-from sglang_rollout.agent.refusals import log_refusals
+from sglang_rollout.agent.staged.service import StagedService
 from sglang_rollout.agent.update import Fence, acknowledge, check_signature
 from sglang_rollout.credentials import Credentials
+from sglang_rollout.internal.reachability import preflight
+from sglang_rollout.internal.refusals import log_refusals
+from sglang_rollout.internal.requests import Handler, answer_refusals, check_token, deadline_of, json_body, read_message, refuse
 from sglang_rollout.sglang.api import DATA_PATHS, MODELS, ControlCall
 from sglang_rollout.sglang.client import EngineError, Reply
 from sglang_rollout.wire import ports
@@ -59,9 +50,19 @@ class Routes:
         model_path: Model that the engine was started with; None if only the engine knows it.
         head_pod: The agent's role in an engine with several pods; None for an engine with one pod.
         takes_tensors: True if the trainer sends handles of its tensors to the engine.
+        staged: Copies of staged versions; None if the fleet has another transport.
     """
 
-    def __init__(self, agent: Agent, *, fence: Fence, model_path: str | None, head_pod: HeadPod | None, takes_tensors: bool) -> None:
+    def __init__(
+        self,
+        agent: Agent,
+        *,
+        fence: Fence,
+        model_path: str | None,
+        head_pod: HeadPod | None,
+        takes_tensors: bool,
+        staged: StagedService | None = None,
+    ) -> None:
         self._agent = agent
         self._head_pod = head_pod
         self._model_path = model_path
@@ -70,6 +71,7 @@ class Routes:
         self._own_model = CheckpointCheck()
         self._own_model_lock = asyncio.Lock()
         self._fence = fence
+        self._staged = staged
         self._metrics = make_aiohttp_handler(make_metrics(agent))
 
     def public(self) -> dict[str, Handler]:
@@ -88,7 +90,9 @@ class Routes:
 
     def protected(self) -> dict[str, Handler]:
         """Return the handlers of the coordinator's calls, by path."""
+        staged = {} if self._staged is None else {ports.AGENT_STAGE: self.stage, ports.AGENT_ACTIVATE: self._staged.activate}
         return {
+            **staged,
             ports.AGENT_SYNC: self.sync,
             ports.AGENT_RUN: self.run,
             ports.AGENT_PREFLIGHT: self.preflight,
@@ -187,6 +191,12 @@ class Routes:
         await self._fence.give_up(await read_message(request, FenceRequest))
         return await self._status()
 
+    async def stage(self, request: web.Request) -> web.StreamResponse:
+        """Copy a version into the pod."""
+        if self._staged is None:
+            raise web.HTTPNotFound
+        return await self._staged.stage(request, self._status_if_settled)
+
     async def control(self, request: web.Request) -> web.StreamResponse:
         """Forward one of SGLang's control calls."""
         call, body = request.path.removeprefix("/"), await json_body(request)
@@ -226,7 +236,8 @@ class Routes:
         # Use the request's own term: a coordinator with a higher term may have called while the body arrived.
         term = int(request.headers[ports.TERM_HEADER])
         self._agent.limits = sync
-        self._agent.dispatch(ev.CoordinatorCalled(term, sync.committed, tuple(sync.tolerated), sync.spec_state, sync.sender, sync.seq))
+        tolerated = tuple(sync.tolerated)
+        self._agent.dispatch(ev.CoordinatorCalled(term, sync.committed, tolerated, sync.spec_state, sync.sender, sync.seq, sync.staged))
 
     async def _status(self) -> web.Response:
         await self._agent.gate.settle()
@@ -247,6 +258,7 @@ def make_app(
     head_pod: HeadPod | None = None,
     relay: Relay | None = None,
     takes_tensors: bool = False,
+    staged: StagedService | None = None,
 ) -> web.Application:
     """Return the application with all routes of an agent.
 
@@ -258,8 +270,9 @@ def make_app(
         head_pod: The agent's role in an engine with several pods.
         relay: For an engine on its trainer's GPUs, forwards calls without a token.
         takes_tensors: True if the trainer sends handles of its tensors to the engine.
+        staged: Copies of staged versions; None if the fleet has another transport.
     """
-    routes = Routes(agent, fence=fence, model_path=model_path, head_pod=head_pod, takes_tensors=takes_tensors)
+    routes = Routes(agent, fence=fence, model_path=model_path, head_pod=head_pod, takes_tensors=takes_tensors, staged=staged)
     access = Access(agent, credentials, relay.hint if relay is not None else "")
     app = web.Application(client_max_size=MAX_BODY, middlewares=[_answer_errors, answer_refusals])
     log_refusals(app)
@@ -349,6 +362,8 @@ def make_metrics(agent: Agent) -> CollectorRegistry:
         lambda record: record.version.step if record.version else -1,
     )
     add_gauge("term", "Highest coordinator term seen.", lambda record: record.term)
+    copies = Gauge(prefix + "staged_bytes", "Bytes of the versions in the memory of the pod (transport Staged).", registry=registry)
+    copies.set_function(lambda: float(sum(copy.bytes for copy in agent.list_copies())))
     calls = Counter(prefix + "control_calls", "Control calls by name and HTTP status.", ["call", "status"], registry=registry)
     seconds = Histogram(
         prefix + "control_seconds",

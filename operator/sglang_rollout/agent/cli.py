@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import AbstractAsyncContextManager, nullcontext, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from sglang_rollout.agent.launch.head_pod import HeadPod
 from sglang_rollout.agent.launch.member_pod import MemberPod, member_app
 from sglang_rollout.agent.record import RecordFile
 from sglang_rollout.agent.signatures import PublicKeys, Signatures
+from sglang_rollout.agent.staged.service import StagedService, run_staged_service
 from sglang_rollout.agent.update import Fence
 from sglang_rollout.agent.watchdog import HangWatch, SpecStateWatch, watch_drain
 from sglang_rollout.credentials import CredentialFile, Credentials
@@ -34,6 +35,7 @@ from sglang_rollout.logs import configure_logging, logging_options
 from sglang_rollout.proxy.address import Address, Endpoint
 from sglang_rollout.proxy.cli import ADDRESS, ENDPOINT
 from sglang_rollout.proxy.listen import listen as listen_at
+from sglang_rollout.staging.index import StagedError
 from sglang_rollout.wire import ports
 
 log = logging.getLogger("sglang_rollout.agent")
@@ -78,6 +80,10 @@ class Settings:
     public_keys: Path | None = None
     rollout_uid: str = ""
     require_checksums: bool = False
+    staging_volume: Path | None = None
+    verdicts_dir: Path | None = None
+    data_listen: Endpoint | None = None
+    pipeline_size: int = 1
     place: Place | None = None
 
 
@@ -134,6 +140,28 @@ class Settings:
 )
 @click.option("--rollout-uid", default="", help="With --public-keys: UID of the rollout, which each signature must name.")
 @click.option("--require-checksums", is_flag=True, help="With --public-keys: each signature must contain the checksums of the weights.")
+@click.option(
+    "--staging-volume",
+    type=click.Path(path_type=Path),
+    help="For transport Staged: folder for versions, which the engine reads at the same path. Its folder 'loader' has the engine's loader.",
+)
+@click.option(
+    "--verdicts-dir",
+    type=click.Path(path_type=Path),
+    help="With --staging-volume: folder in which the engine's loader says what it did, at the same path. Agent and engine write to it.",
+)
+@click.option(
+    "--data-listen",
+    type=ENDPOINT,
+    help=f"With --staging-volume: address where other agents copy versions, with a ticket, usually 0.0.0.0:{ports.STAGING_PORT}.",
+)
+@click.option(
+    "--pipeline-size",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="With --staging-volume: pipeline stages of the engine. All its ranks must load a version.",
+)
 @logging_options
 def command(
     *,
@@ -163,10 +191,14 @@ def command(
         _check_fleet_url(settings.fleet_url)
     if settings.public_keys is not None and not settings.rollout_uid:
         raise click.UsageError("--public-keys needs --rollout-uid: a signature is valid for one rollout only")
+    if settings.staging_volume is not None and (settings.verdicts_dir is None or settings.data_listen is None or place is not None):
+        raise click.UsageError("--staging-volume needs --verdicts-dir and --data-listen, and an engine of one pod")
     try:
         uvloop.run(run_member_pod(settings, place) if place is not None and place.rank else run(settings))
     except OSError as error:
         raise click.ClickException(f"the agent cannot listen on {listen}: {error.strerror or error}") from None
+    except StagedError as error:
+        raise click.ClickException(f"the agent cannot use --staging-volume: {error}") from None
 
 
 def _check_fleet_url(url: str) -> None:
@@ -196,7 +228,7 @@ async def run(settings: Settings) -> None:
     relaying: AbstractAsyncContextManager[Relay | None] = nullcontext()
     if settings.fleet_url is not None:
         relaying = Relay(settings.fleet_url, engine=name, credentials=settings.credentials, authorities=Authorities(settings.fleet_ca))
-    async with Engine(url, boot_file=boot_file) as engine, relaying as relay:
+    async with Engine(url, boot_file=boot_file) as engine, relaying as relay, AsyncExitStack() as stack:
         record_file = RecordFile(settings.state_dir)
         agent = Agent(
             name=name,
@@ -206,6 +238,7 @@ async def run(settings: Settings) -> None:
             tensor_size=settings.tensor_size,
             signatures=_make_signatures(settings),
         )
+        staged = await stack.enter_async_context(_run_staged(settings, agent))
         fence = Fence(agent, kill_file=files.kill if files else None)
         work = [
             _repeat(_INTERVAL, "polling the engine", agent.observe),
@@ -215,6 +248,8 @@ async def run(settings: Settings) -> None:
             _follow_gate(agent),
             _trust_record(agent),
         ]
+        if staged is not None:
+            work.append(_repeat(_INTERVAL, "checking whether the pod's own copy is needed", staged.own_copy.watch))
         head_pod, is_other_pod_draining = None, _never
         if place is not None:
             barrier = StartBarrier(place.files)
@@ -235,8 +270,31 @@ async def run(settings: Settings) -> None:
             head_pod=head_pod,
             relay=relay,
             takes_tensors=settings.takes_tensors,
+            staged=staged,
         )
+        if staged is not None and settings.data_listen is not None:
+            await stack.enter_async_context(_listen(staged.data_app(), settings.data_listen))
         await _serve(app, settings.listen, work, f"Agent of {name} at {settings.listen}, engine {url}.")
+
+
+def _run_staged(settings: Settings, agent: Agent) -> AbstractAsyncContextManager[StagedService | None]:
+    """Return the context of transport Staged; it yields None if the fleet has another transport."""
+    volume, verdicts, state = settings.staging_volume, settings.verdicts_dir, settings.state_dir
+    if volume is None or verdicts is None:
+        return nullcontext()
+    return run_staged_service(agent, volume=volume, verdicts=verdicts, state=state, pipeline_size=settings.pipeline_size)
+
+
+@asynccontextmanager
+async def _listen(app: web.Application, endpoint: Endpoint) -> AsyncIterator[None]:
+    """Serve ``app`` for the length of the block. Raises OSError if the address is taken."""
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    try:
+        await listen_at(runner, endpoint)
+        yield
+    finally:
+        await runner.cleanup()
 
 
 def _make_signatures(settings: Settings) -> Signatures | None:
@@ -266,18 +324,15 @@ async def _serve(app: web.Application, listen: Endpoint, work: list[Coroutine[An
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-    await runner.setup()
     tasks = [asyncio.create_task(loop) for loop in work]
     try:
-        await listen_at(runner, listen)
-        log.info("%s", start)
-        await stop.wait()
+        async with _listen(app, listen):
+            log.info("%s", start)
+            await stop.wait()
     finally:
         # The engine completes its current call, which the record names, so the agent need not wait for it.
         for task in tasks:
             task.cancel()
-        await runner.cleanup()
 
 
 def _never() -> bool:

@@ -121,6 +121,16 @@ class Engine(EngineClient):
         """Return the boot ID that the container wrote at its start; None without a boot file."""
         return self._files.boot_id() if self._files is not None else None
 
+    async def read_boot_id(self) -> str:
+        """Return the boot ID of the process that answers now. Raise EngineError if there is no answer."""
+        return self._boot_id({} if self._files is not None else await self.read_info())
+
+    def _boot_id(self, info: dict[str, Any]) -> str:
+        boot_id = self.container_boot_id()
+        if boot_id is None and self._files is not None:
+            raise EngineError(f"its container has not written {self._files.boot} yet")
+        return boot_id or fingerprint(info)
+
     async def identify(self, label: str, known_boot_id: str | None) -> EngineFacts:
         """Return the facts that the engine reports. Raise EngineError while it warms up.
 
@@ -129,10 +139,7 @@ class Engine(EngineClient):
             known_boot_id: Boot ID of an engine process that has finished its warm-up before.
         """
         info = await self.read_info()
-        boot_id = self.container_boot_id()
-        if boot_id is None and self._files is not None:
-            raise EngineError(f"its container has not written {self._files.boot} yet")
-        boot_id = boot_id or fingerprint(info)
+        boot_id = self._boot_id(info)
         version, tensor_size = info.get("version"), info.get("tp_size")
         await self.prepare(version, is_warm=boot_id == known_boot_id)
         return EngineFacts(

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TypeAlias, assert_never
 
-from sglang_rollout.agent.state import UNKNOWN_PATH, EngineFacts, EngineRecord, State, gate_may_open, version_identity
+from sglang_rollout.agent.state import UNKNOWN_PATH, Activation, EngineFacts, EngineRecord, State, gate_may_open, version_identity
 from sglang_rollout.sglang.api import ControlCall, MemoryTag
 from sglang_rollout.wire.reasons import GateReason, Refusal
-from sglang_rollout.wire.states import BASE, EngineState, FleetState, Version
+from sglang_rollout.wire.states import BASE, EngineState, FleetState, StagedVersion, Version
 
 _UPDATES = (ControlCall.UPDATE_DISTRIBUTED, ControlCall.UPDATE_TENSOR, ControlCall.UPDATE_DISK)
 """Calls that write weights."""
@@ -50,6 +50,8 @@ class CoordinatorCalled:
     """Identifies the coordinator process."""
     seq: int = 0
     """Orders the messages of the sender in its term; 0: the sender has no sequence numbers."""
+    staged: StagedVersion | None = None
+    """Contents of the committed version (transport Staged); None: the coordinator does not know them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,8 @@ class CallBegan:
     """Memory tags of the call, or an adapter's path."""
     by_spec: bool = False
     """True for a release of memory that ``spec.state`` asks for."""
+    attempt: str = ""
+    """Attempt to load a staged version that the call belongs to; empty for every other call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +83,23 @@ class CallEnded:
     boot_id: str | None
     name: str = ""
     details: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationBegan:
+    """The agent is about to load a staged version into the engine."""
+
+    attempt: str
+    update: str
+    live_label: str
+    """Label that the engine reports now."""
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationRefused:
+    """It is proved that no rank wrote in this attempt. Its session has ended, and the engine has its label back."""
+
+    attempt: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +130,8 @@ Event: TypeAlias = (
     | RecordTrusted
     | CallBegan
     | CallEnded
+    | ActivationBegan
+    | ActivationRefused
     | UpdateAcknowledged
     | UpdateGivenUp
     | DrainingChanged
@@ -133,12 +156,12 @@ Effect: TypeAlias = Save | SetGate
 def restore_state(record: EngineRecord, *, is_readable: bool = True) -> State:
     """Return the initial state of an agent with this record.
 
-    A call without an answer counts as failed, and the path of its adapter becomes unknown. ``is_readable`` is False if a record exists
-    but cannot be read.
+    A call without an answer counts as failed, and the path of its adapter becomes unknown. A load of a staged version counts as failed,
+    too, because only the agent could continue it. ``is_readable`` is False if a record exists but cannot be read.
     """
     if not is_readable:
         return State(record=record.model_copy(update={"unreadable": True}))
-    if not record.pending:
+    if not record.pending and record.activation is None:
         return State(record=record)
     unknown = {record.pending_adapter: UNKNOWN_PATH} if record.pending_adapter else {}
     changes = {"pending": "", "pending_adapter": "", "failed": record.state is EngineState.DIRTY}
@@ -177,11 +200,13 @@ def _apply(state: State, event: Event) -> State:  # noqa: PLR0911 - one line per
             return _begin_call(replace(state, calls=state.calls + 1), event)
         case CallEnded():
             return _end_call(replace(state, calls=state.calls + 1), event)
+        case ActivationBegan() | ActivationRefused():
+            return _begin_activation(state, event) if isinstance(event, ActivationBegan) else _restore_weights(state, event.attempt)
         case UpdateAcknowledged(version, cohort):
-            clean = {"state": EngineState.CLEAN, "version": version, "label": version.label, "cohort": list(cohort)}
+            clean = {"state": EngineState.CLEAN, "version": version, "label": version.label, "cohort": list(cohort), "activation": None}
             return _note_served(replace(_change(state, **clean, received=0, failed=False, unverified=False), calls=state.calls + 1))
         case UpdateGivenUp():
-            return _fail_update(state)
+            return _fail_update(_change(state, activation=None))
         case DrainingChanged(draining):
             return replace(state, draining=draining)
         case _:
@@ -199,7 +224,7 @@ def _apply_sync(state: State, event: CoordinatorCalled) -> State:
     state = _change(state, term=event.term, applied_state=record.applied_state if event.spec_state is None else event.spec_state)
     if event.committed is None:
         return state
-    state = _note_served(_change(state, committed=event.committed, tolerated=list(event.tolerated)))
+    state = _note_served(_change(state, committed=event.committed, tolerated=list(event.tolerated), staged=event.staged))
     return state if state.informed else replace(state, informed=True)
 
 
@@ -227,6 +252,7 @@ def _apply_facts(state: State, facts: EngineFacts) -> State:
         # The committed version of a record from an earlier engine process may be outdated.
         committed=record.committed if state.informed else None,
         tolerated=record.tolerated if state.informed else [],
+        staged=record.staged if state.informed else None,
         term=record.term,
         applied_state=record.applied_state,
         served_name=facts.served_name,
@@ -240,13 +266,15 @@ def _apply_label(state: State, label: str) -> State:
     record = state.record
     if record.pending or record.state is not EngineState.CLEAN or record.label == label:
         return state
-    return _lose_version(state, EngineState.UNKNOWN)
+    return _lose_version(state, EngineState.UNKNOWN, activation=None)
 
 
 def _begin_call(state: State, event: CallBegan) -> State:  # noqa: PLR0911 - one line per case
     """Record the worst effect that the call can have on the engine."""
-    record = state.record
     state = _change(state, pending=event.call)
+    if _changes_weights(event) and state.record.activation is not None and event.attempt != state.record.activation.attempt:
+        state = _change(state, activation=None)  # the engine no longer holds what it held before that attempt
+    record = state.record
     match event.call:
         case ControlCall.BEGIN_UPDATE:
             return _lose_version(state, EngineState.DIRTY, received=0, failed=False, session=True, written=True)
@@ -267,6 +295,31 @@ def _begin_call(state: State, event: CallBegan) -> State:  # noqa: PLR0911 - one
             return _change(state, pending_adapter=event.name)
         case _:
             return state
+
+
+def _changes_weights(event: CallBegan) -> bool:
+    return event.call in (ControlCall.BEGIN_UPDATE, *_UPDATES) or (
+        event.call == ControlCall.RELEASE_MEMORY and MemoryTag.WEIGHTS in event.details
+    )
+
+
+_HELD = ("state", "version", "label", "cohort", "unverified", "written", "received", "failed")
+"""Fields of a record that say what the engine holds."""
+
+
+def _begin_activation(state: State, event: ActivationBegan) -> State:
+    held = {name: getattr(state.record, name) for name in _HELD}
+    return _change(state, activation=Activation(attempt=event.attempt, update=event.update, live_label=event.live_label, **held))
+
+
+def _restore_weights(state: State, attempt: str) -> State:
+    """Return the state with what the engine held before the attempt."""
+    activation = state.record.activation
+    if activation is None or activation.attempt != attempt or state.record.pending:
+        return state
+    held = {name: getattr(activation, name) for name in _HELD}
+    # The poll of a label from before the label was set back must not count.
+    return replace(_change(state, **held, session=False, activation=None), calls=state.calls + 1)
 
 
 def _end_call(state: State, event: CallEnded) -> State:

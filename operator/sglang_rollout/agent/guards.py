@@ -22,6 +22,7 @@ from sglang_rollout.sglang.api import (
     ControlCall,
     MemoryTag,
 )
+from sglang_rollout.staging.payload import LOADER
 from sglang_rollout.wire import find_lone_surrogate
 from sglang_rollout.wire.reasons import Refusal, RefusalCode
 from sglang_rollout.wire.states import EngineState, FleetState, describe_state
@@ -50,8 +51,17 @@ _NEED_WEIGHTS = frozenset(
 """Calls that would read or write released memory."""
 
 
-def refusal(state: s.State, call: str, body: dict[str, Any]) -> Refusal | None:  # noqa: PLR0911, PLR0912 - one line per rule
-    """Return why ``call`` must not be sent to the engine now; None if it may."""
+def refusal(  # noqa: PLR0911, PLR0912 - one line per rule
+    state: s.State, call: str, body: dict[str, Any], *, is_activation: bool = False
+) -> Refusal | None:
+    """Return why ``call`` must not be sent to the engine now; None if it may.
+
+    Args:
+        state: State of the agent.
+        call: Name of the call.
+        body: JSON body.
+        is_activation: True if the agent itself makes the call to load a staged version.
+    """
     record = state.record
     if not state.up:
         return Refusal(state.down.code, f"{call}: the engine is not up: {state.down.message}.")
@@ -78,7 +88,7 @@ def refusal(state: s.State, call: str, body: dict[str, Any]) -> Refusal | None: 
     if call in (ControlCall.RELEASE_MEMORY, ControlCall.RESUME_MEMORY):
         return _memory_refusal(call, record, body)
     if call == ControlCall.UPDATE_TENSOR:
-        return _tensors_refusal(state.facts, body)
+        return _tensors_refusal(state.facts, body, is_activation=is_activation)
     if call == ControlCall.LOAD_ADAPTER:
         return _load_refusal(record, name_of(call, body))
     return _value_refusal(call, body)
@@ -156,9 +166,12 @@ def _value_refusal(call: str, body: dict[str, Any]) -> Refusal | None:
     return None
 
 
-def _tensors_refusal(facts: s.EngineFacts | None, body: dict[str, Any]) -> Refusal | None:
+def _tensors_refusal(facts: s.EngineFacts | None, body: dict[str, Any], *, is_activation: bool) -> Refusal | None:
     form, payloads, ranks = body.get("load_format"), body.get("serialized_named_tensors"), (facts and facts.tensor_size) or 1
-    if form not in TENSOR_LOAD_FORMATS:
+    if form == LOADER and not is_activation:
+        # The loader reads any folder that its payload names.
+        return Refusal(RefusalCode.FORBIDDEN, f"{ControlCall.UPDATE_TENSOR}: only the engine's agent may use load_format {form!r}.")
+    if form not in TENSOR_LOAD_FORMATS and not is_activation:
         advice = "use flattened_bucket or direct, or leave it out."
         return _invalid(f"{ControlCall.UPDATE_TENSOR}: load_format {form!r} may end the engine's process: {advice}")
     if not isinstance(payloads, list) or len(payloads) < ranks:

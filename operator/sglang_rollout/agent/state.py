@@ -15,10 +15,31 @@ from sglang_rollout.sglang.api import MemoryTag
 from sglang_rollout.wire import Message
 from sglang_rollout.wire.agent import AgentStatus, Nccl
 from sglang_rollout.wire.reasons import GateReason, Refusal, RefusalCode
-from sglang_rollout.wire.states import EngineState, FleetState, Version, describe_state
+from sglang_rollout.wire.states import EngineState, FleetState, StagedVersion, Version, describe_state
 
 UNKNOWN_PATH = ""
 """Path of an adapter that the engine may hold, possibly in an older version. After an unload the engine does not hold the adapter."""
+
+
+class Activation(Message):
+    """A load of a staged version that has begun, and what the engine held before it.
+
+    If no rank writes, the engine holds the same weights afterwards. The other fields are those of :class:`EngineRecord`.
+    """
+
+    attempt: str
+    """Identifies the attempt, and names the folder of its verdicts."""
+    update: str
+    live_label: str
+    """Label that the engine reported."""
+    state: EngineState
+    version: Version | None
+    label: str | None
+    cohort: list[str]
+    unverified: bool
+    written: bool
+    received: int
+    failed: bool
 
 
 class EngineRecord(Message):
@@ -34,6 +55,8 @@ class EngineRecord(Message):
     committed: Version | None = None
     tolerated: list[Version] = Field(default_factory=list)
     """Older versions that the engine may serve."""
+    staged: StagedVersion | None = None
+    """Contents of the committed version (transport Staged); None: the coordinator has not named them."""
     term: int = 0
     session: bool = False
     groups: list[str] = Field(default_factory=list)
@@ -61,6 +84,8 @@ class EngineRecord(Message):
     """The previous record could not be read, and the engine has not been identified since: an update may be open on it."""
     served_name: str | None = None
     """Model name at launch. SGLang replaces it by the path of a disk update."""
+    activation: Activation | None = None
+    """The last load of a staged version; None once it is acknowledged or given up, or another call has changed the weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +224,44 @@ def _why_not_acknowledged(  # noqa: PLR0911 - one line per case
     if record.received == 0:
         return "The engine has received no weights in this update."
     return None
+
+
+def activation_refusal(state: State, boot_id: str) -> Refusal | None:
+    """Return why this engine must not load a staged version now; None if it may.
+
+    Args:
+        state: State of the agent.
+        boot_id: Boot ID of the engine process that is meant.
+    """
+    record, released = state.record, state.record.interruption.released
+    if not state.up or record.boot_id != boot_id:
+        now = f"its boot ID is now {record.boot_id}" if state.up else state.down.message
+        return Refusal(GateReason.NOT_UP, f"The engine that should load the version is gone: {now}.")
+    if released:
+        return Refusal(GateReason.RELEASED, f"The engine's memory is released: {', '.join(released)}. It must be restored first.")
+    if record.applied_state is FleetState.ASLEEP:
+        return Refusal(GateReason.ASLEEP, describe_state(record.applied_state))
+    if state.draining:
+        return Refusal(GateReason.DRAINING, "The engine is being drained.")
+    if is_update_open(record):
+        return Refusal(RefusalCode.CONFLICT, "A weight update is open on the engine: end it, or give it up with /agent/fence.")
+    return None
+
+
+def needs_own_copy(state: State) -> bool:
+    """Return whether the agent should load the committed version from its own copy, without a call of a coordinator.
+
+    An engine at a newer version than the committed one takes part in an update. A coordinator compares restored weights.
+    """
+    record, committed = state.record, state.record.committed
+    if committed is None or record.staged is None or not state.informed or record.pending or record.unverified:
+        return False
+    if activation_refusal(state, record.boot_id or "") is not None:
+        return False
+    if record.version is None:
+        return True  # unknown, or dirty after a failed update
+    held, tolerated = version_identity(record.version), map(version_identity, record.tolerated)
+    return held < version_identity(committed) and held not in tolerated
 
 
 def status(state: State, *, name: str, gate_open: bool, signed_only: bool = False) -> AgentStatus:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from sglang_rollout.agent import events as ev
@@ -12,7 +13,7 @@ from sglang_rollout.agent import state as s
 from sglang_rollout.agent.agent import Agent
 from sglang_rollout.agent.engine import replace_file
 from sglang_rollout.sglang.api import ControlCall
-from sglang_rollout.sglang.checksums import CHECKSUM, find_difference, parse_checksums
+from sglang_rollout.sglang.checksums import CHECKSUM, Checksums, find_difference, parse_checksums
 from sglang_rollout.sglang.client import EngineError, Reply
 from sglang_rollout.wire.agent import AckRequest, FenceRequest
 from sglang_rollout.wire.reasons import Refusal, RefusalCode, RefusedError
@@ -26,32 +27,47 @@ FENCE_ANSWER_SECONDS = 8.0
 """Time after which the agent answers a fence call, finished or not. The engine may be stuck in a collective that only SIGKILL ends."""
 
 
-async def acknowledge(agent: Agent, request: AckRequest, deadline: float) -> None:
+async def acknowledge(
+    agent: Agent, request: AckRequest, deadline: float, *, attempt: str = "", checksums: bool = False, expected: Checksums | None = None
+) -> Checksums | None:
     """Record that the engine holds a version completely, once the engine reports the version's label. Raise RefusedError otherwise.
 
     The engine has ``deadline`` seconds to answer, because without its answer the whole update fails.
+
+    Args:
+        agent: The agent.
+        request: The version.
+        deadline: Seconds to wait for each answer of the engine.
+        attempt: Attempt to load a staged version, if the agent acknowledges its own load.
+        checksums: Return the checksums of the engine's weights; None if the engine cannot compute them.
+        expected: Checksums that the weights must have, beside those of the signature.
     """
-    _check_ack(agent, request)
+    _check_ack(agent, request, attempt)
     record, label = agent.state.record, request.version.label
-    if record.state is EngineState.CLEAN and record.version == request.version:
-        return  # a repeated call
+    if record.state is EngineState.CLEAN and record.version == request.version:  # a repeated call
+        return await _read_checksums(agent, deadline, attempt) if checksums else None
     try:
         reported = await agent.engine.read_label(timeout=deadline)
     except EngineError as error:
         raise RefusedError(f"The engine does not report its version: {error}.", status=409) from error
     if reported != label:
-        reply = await agent.control(ControlCall.SET_VERSION, {"new_version": label}, deadline)
+        reply = await agent.control(ControlCall.SET_VERSION, {"new_version": label}, deadline, attempt=attempt)
         if not reply.ok:
             raise RefusedError(f"The engine did not take the version's label {label!r}: HTTP {reply.status}.", status=409)
-    await _compare_checksums(agent, request.signed, deadline)
-    _check_ack(agent, request)  # the engine may have restarted meanwhile
+    wanted = {"the trainer signed": _signed_checksums(agent, request.signed), "this version has": expected}
+    wanted = {origin: right for origin, right in wanted.items() if right is not None}
+    found = await _compare_checksums(agent, wanted, deadline, attempt) if wanted or checksums else None
+    _check_ack(agent, request, attempt)  # the engine may have restarted meanwhile
     agent.dispatch(ev.UpdateAcknowledged(request.version, tuple(request.cohort)))
+    return found
 
 
-def _check_ack(agent: Agent, request: AckRequest) -> None:
+def _check_ack(agent: Agent, request: AckRequest, attempt: str) -> None:
     refused = s.ack_refusal(agent.state, request.boot_id, request.version, verified=request.verified)
     if refused is None and agent.giving_up_since is not None:
         refused = Refusal(RefusalCode.CONFLICT, "The update is being given up.")
+    if refused is None and agent.attempt != attempt:
+        refused = Refusal(RefusalCode.CONFLICT, "The agent is loading a staged version, and acknowledges it afterwards.")
     if refused is None and agent.signatures is not None:
         refused = agent.signatures.ack_refusal(request, agent.state.record, _tensor_size(agent))
     if refused is not None:
@@ -67,21 +83,35 @@ def check_signature(agent: Agent, signed: SignedVersion) -> None:
         raise RefusedError(refused)
 
 
-async def _compare_checksums(agent: Agent, signed: SignedVersion | None, deadline: float) -> None:
-    """Raise RefusedError unless the engine's weights have the signed checksums, if the signature has any for its size."""
+def _signed_checksums(agent: Agent, signed: SignedVersion | None) -> Checksums | None:
+    """Return the checksums that the signature has for the engine's size, if signatures count."""
     size = _tensor_size(agent)
-    if agent.signatures is None or signed is None or size not in signed.checksums:
-        return
+    return signed.checksums.get(size) if agent.signatures is not None and signed is not None and size is not None else None
+
+
+async def _compare_checksums(agent: Agent, wanted: Mapping[str, Checksums | None], deadline: float, attempt: str) -> Checksums | None:
+    """Return the checksums of the engine's weights. Raise RefusedError unless they are the wanted ones, given by their origin.
+
+    If nothing is wanted, the engine need not be able to compute them.
+    """
     calls = agent.state.calls
-    reply = await agent.control(ControlCall.CHECK_WEIGHTS, dict(CHECKSUM), deadline)
-    found = parse_checksums(reply.document) if reply.ok else None
-    if found is None:
-        raise RefusedError(f"The engine did not report the checksums of its weights: HTTP {reply.status}.", status=409)
-    if found != signed.checksums[size]:
-        difference = find_difference(signed.checksums[size], found)
-        raise RefusedError(Refusal(RefusalCode.FORBIDDEN, f"The engine holds other weights than the trainer signed: {difference}."))
+    found = await _read_checksums(agent, deadline, attempt, is_needed=bool(wanted))
+    for origin, right in wanted.items():
+        if right is not None and found is not None and found != right:
+            difference = find_difference(right, found)
+            raise RefusedError(Refusal(RefusalCode.FORBIDDEN, f"The engine holds other weights than {origin}: {difference}."))
     if agent.state.calls != calls + 2:  # the call's begin and end
         raise RefusedError("Another call reached the engine after its weights were compared.", status=409)
+    return found
+
+
+async def _read_checksums(agent: Agent, deadline: float, attempt: str, *, is_needed: bool = False) -> Checksums | None:
+    """Return the checksums of the engine's weights; None if it does not report them, unless they are needed: then raise RefusedError."""
+    reply = await agent.control(ControlCall.CHECK_WEIGHTS, dict(CHECKSUM), deadline, attempt=attempt)
+    found = parse_checksums(reply.document) if reply.ok else None
+    if found is None and is_needed:
+        raise RefusedError(f"The engine did not report the checksums of its weights: HTTP {reply.status}.", status=409)
+    return found
 
 
 def _tensor_size(agent: Agent) -> int | None:
@@ -118,6 +148,8 @@ class Fence:
         silence = time.monotonic() - agent.last_call_at
         if silence < lease or agent.giving_up_since is not None or not s.waits_for_coordinator(agent.state):
             return
+        if time.monotonic() < agent.own_load_until:
+            return  # no coordinator is needed
         agent.last_call_at = time.monotonic()  # give up once per lease
         reason = f"no coordinator has called for {silence:.0f} s"
         log.warning("The engine is paused or half updated, and %s: giving up the update.", reason)

@@ -94,7 +94,7 @@ class SpecStateWatch:
     async def watch(self) -> None:
         """Make the next call towards ``spec.state``."""
         agent, record = self._agent, self._agent.state.record
-        if not agent.state.up or agent.giving_up_since is not None or record.pending:
+        if not agent.state.up or agent.giving_up_since is not None or record.pending or agent.attempt:
             return
         if record.applied_state is not FleetState.ASLEEP:
             self._since, agent.release_failure = None, None

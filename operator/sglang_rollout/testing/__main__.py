@@ -21,6 +21,8 @@ from sglang_rollout.testing.updates import load_groups
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--engines", type=click.IntRange(1), default=1, show_default=True, help="Engines in this process.")
 @click.option("--tensor", type=click.IntRange(1), default=1, show_default=True, help="Tensor-parallel ranks of each engine.")
+@click.option("--pipeline", type=click.IntRange(1), default=1, show_default=True, help="Pipeline stages of each engine.")
+@click.option("--custom-weight-loader", "loaders", multiple=True, metavar="NAME", help="Name of the loader of staged versions; repeatable.")
 @click.option("--model", type=click.Path(path_type=Path), help="Folder with safetensors files; default: a tiny model of five tensors.")
 @click.option("--old", is_flag=True, help="Behave as SGLang 0.5.20 and older, without begin_weight_update and end_weight_update.")
 @click.option("--weight-version", default="default", show_default=True, help="Version that the engine reports after a start.")

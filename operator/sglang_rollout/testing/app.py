@@ -13,7 +13,7 @@ from aiohttp import web
 from pydantic import ValidationError
 
 from sglang_rollout.sglang.api import DEFAULT_PAUSE_MODE, MEMORY_TAGS, PAUSE_MODES, ControlCall
-from sglang_rollout.testing import info, samples, updates
+from sglang_rollout.testing import info, samples, staged, updates
 from sglang_rollout.testing.boot import Boot, Unavailable
 from sglang_rollout.testing.faults import Fault, Phase
 
@@ -95,6 +95,7 @@ class App:
             web.post(ControlCall.INIT_GROUP.path, self._control(updates.init_group, *_GROUP_FIELDS)),
             web.post(ControlCall.DESTROY_GROUP.path, self._control(updates.destroy_group)),
             web.post(ControlCall.UPDATE_DISTRIBUTED.path, self._control(updates.from_group, *_UPDATE_FIELDS)),
+            web.post(ControlCall.UPDATE_TENSOR.path, self._control(staged.from_tensor, "serialized_named_tensors")),
             web.post(ControlCall.UPDATE_DISK.path, self._from_disk),
         ]
         if self._boot.setup.sessions:

@@ -85,6 +85,10 @@ class Setup:
     """Updates must run between begin_weight_update and end_weight_update, as in SGLang 0.5.21 and later."""
     tensor_size: int = 1
     """Number of tensor-parallel ranks. Each is one rank of a weight-update group."""
+    pipeline_size: int = 1
+    """Number of pipeline stages. They take part in loads of staged versions only."""
+    loaders: tuple[str, ...] = ()
+    """Values of ``load_format`` that name the loader of staged versions, as ``--custom-weight-loader`` does."""
     weight_version: str = "default"
     model_path: str = "stand-in"
     token_seconds: float = 0.0
@@ -100,6 +104,11 @@ class Setup:
     """Adapters can be loaded."""
     weights_backup: bool = False
     """Restored weights are unchanged, as with --enable-weights-cpu-backup."""
+
+    @property
+    def ranks(self) -> int:
+        """Number of processes that load a staged version."""
+        return self.tensor_size * self.pipeline_size
 
     @property
     def version(self) -> str:

@@ -37,6 +37,8 @@ class StandIn:
         model: Folder with safetensors files that have the base weights.
         sessions: False behaves as SGLang 0.5.20 and older, without begin_weight_update and end_weight_update.
         tensor: Number of tensor-parallel ranks.
+        pipeline: Number of pipeline stages.
+        loaders: Names of the loader of staged versions, as ``--custom-weight-loader`` has them.
         token_seconds: Seconds per generated token.
         weight_version: Version that each new boot reports.
         context_length: Maximum tokens of prompt and completion together.
@@ -59,6 +61,8 @@ class StandIn:
         model: str | Path | None = None,
         sessions: bool = True,
         tensor: int = 1,
+        pipeline: int = 1,
+        loaders: Sequence[str] = (),
         token_seconds: float = 0.0,
         weight_version: str = "default",
         context_length: int = 2048,
@@ -75,6 +79,8 @@ class StandIn:
             tensors=tensors,
             sessions=sessions,
             tensor_size=tensor,
+            pipeline_size=pipeline,
+            loaders=tuple(loaders),
             weight_version=weight_version,
             model_path=str(model or "stand-in"),
             token_seconds=token_seconds,

@@ -25,6 +25,10 @@ class Phase(StrEnum):
     """Before the tensors are received."""
     RECEIVED = "received"
     """After the tensors have been received and before they are written."""
+    LOAD = "load"
+    """In the loader of a staged version, before its first write."""
+    WRITE = "write"
+    """In that loader, when half of the tensors are written."""
     END = "end"
     CONTINUE = "continue"
     FLUSH = "flush"
@@ -46,13 +50,17 @@ class Kind(StrEnum):
     SLOW = "slow"
     """The call takes ``seconds`` longer and keeps the same lock meanwhile."""
     DROP = "drop"
-    """The tensors of a call are received and not written; the answer says success."""
+    """The tensors of a call are received and not written; the answer says success. In phase load, no rank writes a verdict."""
     CORRUPT = "corrupt"
     """One bit of the first tensor of a call is wrong; the answer says success."""
     WRONG_VERSION = "wrong_version"
     """The engine reports ``value`` (default: the right one and ``-wrong``) as its version."""
     OOM = "oom"
-    """The answer that SGLang gives when memory runs out. In phase update nothing is received; in received, part is written."""
+    """The answer that SGLang gives when memory runs out. In phase update nothing is received; in received and write, part is written."""
+    REFUSE = "refuse"
+    """The loader of a staged version refuses on every rank, or on the rank ``value``; the answer says success."""
+    RAISE = "raise"
+    """The loader of a staged version raises after its first write, which ends the engine."""
     UNAVAILABLE = "unavailable"
     """503, and nothing is done."""
     NCCL = "nccl"
@@ -60,10 +68,12 @@ class Kind(StrEnum):
 
 
 _ONLY = {
-    Kind.DROP: {Phase.RECEIVED},
-    Kind.CORRUPT: {Phase.RECEIVED, Phase.DISK},
-    Kind.WRONG_VERSION: {Phase.RECEIVED, Phase.VERSION, Phase.DISK},
-    Kind.OOM: {Phase.UPDATE, Phase.RECEIVED},
+    Kind.DROP: {Phase.RECEIVED, Phase.LOAD},
+    Kind.CORRUPT: {Phase.RECEIVED, Phase.DISK, Phase.WRITE},
+    Kind.WRONG_VERSION: {Phase.RECEIVED, Phase.VERSION, Phase.DISK, Phase.LOAD},
+    Kind.OOM: {Phase.UPDATE, Phase.RECEIVED, Phase.WRITE},
+    Kind.REFUSE: {Phase.LOAD},
+    Kind.RAISE: {Phase.WRITE},
     Kind.NCCL: {Phase.INIT},
 }
 """Kinds that are allowed in some phases only."""
@@ -81,7 +91,7 @@ class Fault(BaseModel):
     seconds: float = Field(default=1.0, ge=0)
     """Duration of ``slow``."""
     value: str | None = None
-    """Version that ``wrong_version`` reports."""
+    """Version that ``wrong_version`` reports, or rank that ``refuse`` affects."""
 
     @model_validator(mode="after")
     def _fits(self) -> Fault:

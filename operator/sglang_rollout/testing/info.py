@@ -82,7 +82,7 @@ def _launched(boot: Boot) -> dict[str, Any]:
         "nnodes": 1,
         "node_rank": 0,
         "tp_size": boot.setup.tensor_size,
-        "pp_size": 1,
+        "pp_size": boot.setup.pipeline_size,
         "dp_size": 1,
         "attn_dp_size": 1,
         "ep_size": 1,
@@ -93,6 +93,7 @@ def _launched(boot: Boot) -> dict[str, Any]:
         "admin_api_key": None,
         "enable_memory_saver": boot.setup.memory_saver,
         "enable_weights_cpu_backup": boot.setup.weights_backup,
+        "custom_weight_loader": list(boot.setup.loaders),
         "enable_lora": boot.setup.lora or None,
         "disaggregation_mode": "null",
     }

@@ -23,7 +23,7 @@ Outcome = tuple[bool, str]
 Described = tuple[str, str, tuple[int, ...]]
 """Name, type and shape of a tensor in a request."""
 
-_OUT_OF_MEMORY = (
+OUT_OF_MEMORY = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.20 GiB is free. "
     "Including non-PyTorch memory, this process has 77.90 GiB memory in use."
 )
@@ -31,7 +31,7 @@ _NOT_FLUSHED = (
     "Weights were updated, but the cache was not flushed because requests are still running or queued. "
     "Retract or finish them, then call /flush_cache."
 )
-_PARTIAL = (
+PARTIAL = (
     "Failed to update parameter online: {}. The full weights of the ModelRunner are partially updated. Please discard the whole weights."
 )
 
@@ -127,7 +127,7 @@ async def from_group(boot: Boot, body: Mapping[str, Any]) -> Outcome:
         boot.abort(None)
     async with boot.exclusive():
         success, message, label = await _receive_and_write(boot, body)
-    return _labelled(boot, success, message, label)
+    return label_update(boot, success, message, label)
 
 
 async def from_disk(boot: Boot, body: Mapping[str, Any]) -> Outcome:
@@ -145,13 +145,13 @@ async def from_disk(boot: Boot, body: Mapping[str, Any]) -> Outcome:
             await boot.died(f"update_weights_from_disk: {error}")
             raise
         try:
-            _write(boot, _spoilt(effects, list(tensors.items())))
+            write(boot, spoil(effects, list(tensors.items())))
         except Refused as error:
             await boot.died(f"update_weights_from_disk: {error}")
         boot.model_path = path
-        label = _reported(effects, body.get("weight_version"))
-        success, message = _finish(boot, body, label, "Succeeded to update model weights.")
-    return _labelled(boot, success, message, label)
+        label = reported_label(effects, body.get("weight_version"))
+        success, message = finish(boot, body, label, "Succeeded to update model weights.")
+    return label_update(boot, success, message, label)
 
 
 async def set_version(boot: Boot, body: Mapping[str, Any]) -> None:
@@ -159,7 +159,7 @@ async def set_version(boot: Boot, body: Mapping[str, Any]) -> None:
     if body.get("abort_all_requests", True):
         boot.abort(None)
     effects = await boot.reach(Phase.VERSION)
-    label = _reported(effects, str(body["new_version"]))
+    label = reported_label(effects, str(body["new_version"]))
     boot.record_version(label)
     boot.weight_version = str(label)
 
@@ -170,21 +170,21 @@ async def _receive_and_write(boot: Boot, body: Mapping[str, Any]) -> tuple[bool,
     try:
         described = _described(boot, body)
         if any(fault.kind is Kind.OOM for fault in await boot.reach(Phase.UPDATE)):
-            raise Refused(_OUT_OF_MEMORY)
+            raise Refused(OUT_OF_MEMORY)
         tensors = await _received(boot, body, described)
     except (Refused, RuntimeError) as error:
         return False, f"Failed to receive weights: {error}", None
     effects = await boot.reach(Phase.RECEIVED)
-    label = _reported(effects, body.get("weight_version"))
+    label = reported_label(effects, body.get("weight_version"))
     try:
         if not any(fault.kind is Kind.DROP for fault in effects):
             out_of_memory = any(fault.kind is Kind.OOM for fault in effects)
-            _write(boot, _spoilt(effects, tensors[: len(tensors) // 2] if out_of_memory else tensors))
+            write(boot, spoil(effects, tensors[: len(tensors) // 2] if out_of_memory else tensors))
             if out_of_memory:
-                raise Refused(_OUT_OF_MEMORY)
+                raise Refused(OUT_OF_MEMORY)
     except Refused as error:
-        return False, _PARTIAL.format(error), None
-    success, message = _finish(boot, body, label, "Succeeded to update parameter online.")
+        return False, PARTIAL.format(error), None
+    success, message = finish(boot, body, label, "Succeeded to update parameter online.")
     if not success and not boot.setup.sessions:
         await boot.died("Cache flush failed after updating weights")
     return success, message, label
@@ -240,7 +240,7 @@ def _take_part(rank: Rank, sizes: list[int]) -> list[bytes]:
     return [rank.receive(size) for size in sizes]
 
 
-def _write(boot: Boot, tensors: Iterable[tuple[str, Held]]) -> None:
+def write(boot: Boot, tensors: Iterable[tuple[str, Held]]) -> None:
     """Write in place, one tensor after the other, as a model loads: unknown names are skipped, own types kept, shapes must match."""
     for name, new in tensors:
         if name not in boot.weights:
@@ -254,7 +254,8 @@ def _write(boot: Boot, tensors: Iterable[tuple[str, Held]]) -> None:
         boot.weights.put(name, Held(old.dtype, old.shape, data))
 
 
-def _spoilt(effects: list[Fault], tensors: list[tuple[str, Held]]) -> list[tuple[str, Held]]:
+def spoil(effects: list[Fault], tensors: list[tuple[str, Held]]) -> list[tuple[str, Held]]:
+    """Return the tensors, with one wrong bit if there is such a fault."""
     if not any(fault.kind is Kind.CORRUPT for fault in effects) or not tensors:
         return tensors
     name, held = tensors[0]
@@ -262,14 +263,15 @@ def _spoilt(effects: list[Fault], tensors: list[tuple[str, Held]]) -> list[tuple
     return [(name, Held(held.dtype, held.shape, data)), *tensors[1:]]
 
 
-def _reported(effects: list[Fault], label: object) -> str | None:
+def reported_label(effects: list[Fault], label: object) -> str | None:
+    """Return the version that the engine reports after an update with this label."""
     for fault in effects:
         if fault.kind is Kind.WRONG_VERSION:
             return fault.value if fault.value is not None else f"{label}-wrong"
     return None if label is None else str(label)
 
 
-def _finish(boot: Boot, body: Mapping[str, Any], label: str | None, message: str) -> Outcome:
+def finish(boot: Boot, body: Mapping[str, Any], label: str | None, message: str) -> Outcome:
     """Record the version, then flush. As in SGLang, samples and /model_info disagree after a flush that fails."""
     boot.record_version(label)
     if body.get("flush_cache", True) and not boot.flush():
@@ -277,7 +279,8 @@ def _finish(boot: Boot, body: Mapping[str, Any], label: str | None, message: str
     return True, message
 
 
-def _labelled(boot: Boot, success: bool, message: str, label: str | None) -> Outcome:
+def label_update(boot: Boot, success: bool, message: str, label: str | None) -> Outcome:
+    """Record the version of an update in the tokenizer process, as SGLang does after the scheduler has answered."""
     if success and label is not None:
         boot.weight_version = label
         return True, f"{message} Weight version updated to {label}."

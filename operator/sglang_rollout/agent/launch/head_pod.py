@@ -17,9 +17,9 @@ from sglang_rollout.agent.agent import Agent
 from sglang_rollout.agent.engine import StartBarrier
 from sglang_rollout.agent.launch import rank_lifecycle
 from sglang_rollout.agent.launch.rank_lifecycle import GenerationRecord, Member, Ranks
-from sglang_rollout.agent.reachability import is_cut, preflight
 from sglang_rollout.agent.record import load, save
 from sglang_rollout.credentials import Credentials
+from sglang_rollout.internal.reachability import is_cut, preflight
 from sglang_rollout.proxy.address import Address
 from sglang_rollout.wire import ports
 from sglang_rollout.wire.agent import (

@@ -17,14 +17,14 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.aiohttp import make_aiohttp_handler
 
-from sglang_rollout.agent.access import answer_refusals, check_token, read_message, refuse
 from sglang_rollout.agent.checkpoint import CheckpointCheck
 from sglang_rollout.agent.engine import StartBarrier, replace_file
 from sglang_rollout.agent.engine_model import EngineModel
 from sglang_rollout.agent.launch.rank_lifecycle import GRACE_SECONDS, Link
-from sglang_rollout.agent.reachability import is_cut, preflight
-from sglang_rollout.agent.refusals import log_refusals
 from sglang_rollout.credentials import Credentials
+from sglang_rollout.internal.reachability import is_cut, preflight
+from sglang_rollout.internal.refusals import log_refusals
+from sglang_rollout.internal.requests import answer_refusals, check_token, read_message, refuse
 from sglang_rollout.proxy.address import Address
 from sglang_rollout.sglang.client import EngineClient, EngineError
 from sglang_rollout.wire import ports

@@ -202,7 +202,7 @@ async def test_every_other_call_needs_the_token(lab: Lab, path: str) -> None:
 
 
 async def test_calls_that_the_agent_refuses_leave_a_limited_number_of_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING, "sglang_rollout.agent.refusals")
+    caplog.set_level(logging.WARNING, "sglang_rollout.internal.refusals")
     async with agent_lab(tmp_path) as lab:
         for _ in range(MAX_REFUSED_LINES + 5):
             assert (await lab.ask("/continue_generation", json={}, headers={CALLER_HEADER: "10.4.2.9"}))[0] == 401

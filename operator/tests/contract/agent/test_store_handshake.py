@@ -7,7 +7,7 @@ import pytest
 from e2e.child import killed_with_parent
 from e2e.engine import environment
 
-from sglang_rollout.agent.reachability import preflight
+from sglang_rollout.internal.reachability import preflight
 from sglang_rollout.wire.agent import PreflightRequest
 
 STORE = Path(__file__).parents[1] / "support" / "trainers" / "store.py"

@@ -85,6 +85,9 @@ class Pod:
     limits: Limits = field(default_factory=Limits)
     token: str = TOKEN
     """Credential of the engine."""
+    data_port: int | None = None
+    """Port of the agent for staged versions; None: the fleet has another transport."""
+    pipeline: int = 1
 
     def __post_init__(self) -> None:
         (self.folder / "token").write_text(self.token)
@@ -102,6 +105,9 @@ class Pod:
         more += ["--fleet-url", self.fleet_url] if self.fleet_url else []
         more += ["--takes-tensors"] if self.takes_tensors else []
         more += ["--public-keys", str(self.public_keys), "--rollout-uid", self.uid] if self.uid else []
+        if self.data_port is not None:
+            more += ["--staging-volume", str(self.volume), "--verdicts-dir", str(self.verdicts)]
+            more += ["--data-listen", f"127.0.0.1:{self.data_port}", "--pipeline-size", str(self.pipeline)]
         self.agent = Process(
             [
                 *("agent", "--name", self.name, "--engine-url", self.engine_url, "--listen", agent, "--gate-socket", sock),
@@ -117,6 +123,16 @@ class Pod:
     @property
     def agent_socket(self) -> Path:
         return self.folder / "agent.sock"
+
+    @property
+    def volume(self) -> Path:
+        """Folder of staged versions."""
+        return self.folder / "staged"
+
+    @property
+    def verdicts(self) -> Path:
+        """Folder of the loader's verdicts."""
+        return self.folder / "verdicts"
 
     @property
     def public_keys(self) -> Path:
@@ -170,8 +186,8 @@ class Pod:
         }
         return await self.ask("POST", path, {} if body is None else body, all_headers)
 
-    async def status(self, committed: dict[str, Any] | None = None) -> AgentStatus:
-        answer = await self.control(AGENT_SYNC, {"committed": committed})
+    async def status(self, committed: dict[str, Any] | None = None, **more: Any) -> AgentStatus:
+        answer = await self.control(AGENT_SYNC, {"committed": committed, **more})
         assert answer.status == 200, answer.body
         return AgentStatus.model_validate(answer.body)
 
@@ -228,6 +244,8 @@ async def run_pod(
     uid: str | None = None,
     limits: Limits | None = None,
     token: str = TOKEN,
+    data_port: int | None = None,
+    pipeline: int = 1,
 ) -> AsyncIterator[Pod]:
     """Run a pod for the length of the block."""
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True, limit=0)) as http:
@@ -242,6 +260,8 @@ async def run_pod(
             uid=uid,
             limits=limits or Limits(),
             token=token,
+            data_port=data_port,
+            pipeline=pipeline,
         )
         try:
             if start:

@@ -41,8 +41,8 @@ def stand_in(port: int, log: Path, *args: str) -> Engine:
     return Engine(port, command, log, os.environ | {"PYTHONPATH": path})
 
 
-def sglang(port: int, log: Path, *, old: bool = False) -> Engine:
-    return make_sglang(port, log=log, old=old, args=["--enable-metrics"])
+def sglang(port: int, log: Path, *, old: bool = False, args: Sequence[str] = ()) -> Engine:
+    return make_sglang(port, log=log, old=old, args=["--enable-metrics", *args])
 
 
 @dataclass

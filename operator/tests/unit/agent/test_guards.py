@@ -9,6 +9,7 @@ from sglang_rollout.agent import guards
 from sglang_rollout.agent import state as s
 from sglang_rollout.agent.interruption import Cause, Interruption
 from sglang_rollout.sglang.api import ControlCall
+from sglang_rollout.staging.payload import LOADER
 from sglang_rollout.wire.states import BASE, EngineState
 
 RELEASED_WEIGHTS = Interruption(cause=Cause.RELEASE, released=["weights"])
@@ -37,6 +38,7 @@ def with_record(**changes: Any) -> s.State:
         (DIRTY, ControlCall.UPDATE_DISTRIBUTED, {}, 400, "weight_update_group"),
         (CLEAN, ControlCall.UPDATE_TENSOR, ONE_RANK, 409, "no session"),
         (DIRTY, ControlCall.UPDATE_TENSOR, ONE_RANK | {"load_format": "mine.loader"}, 400, "load_format 'mine.loader' may end"),
+        (DIRTY, ControlCall.UPDATE_TENSOR, ONE_RANK | {"load_format": LOADER}, 403, "only the engine's agent"),
         (DIRTY, ControlCall.UPDATE_TENSOR, {}, 400, "each of the engine's 1 ranks"),
         (TWO_RANKS, ControlCall.UPDATE_TENSOR, ONE_RANK, 400, "each of the engine's 2 ranks"),
         (ASLEEP, ControlCall.UPDATE_TENSOR, ONE_RANK, 409, "resume_memory_occupation comes first"),
@@ -71,6 +73,13 @@ def test_refused(state: s.State, call: str, body: dict[str, Any], status: int, w
 )
 def test_allowed(state: s.State, call: str, body: dict[str, Any]) -> None:
     assert guards.refusal(state, call, body) is None
+
+
+def test_the_agent_itself_may_use_the_loader_of_staged_versions() -> None:
+    body = ONE_RANK | {"load_format": LOADER}
+    assert guards.refusal(DIRTY, ControlCall.UPDATE_TENSOR, body, is_activation=True) is None
+    for state, given in ((CLEAN, body), (ASLEEP, body), (TWO_RANKS, body)):
+        assert guards.refusal(state, ControlCall.UPDATE_TENSOR, given, is_activation=True) is not None
 
 
 def test_no_more_adapters_are_loaded_than_fit_into_the_gates_list() -> None:

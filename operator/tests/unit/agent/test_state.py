@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from sglang_rollout.agent import events as ev
 from sglang_rollout.agent import state as s
 from sglang_rollout.sglang.api import ControlCall
-from sglang_rollout.wire.reasons import GateReason, Refusal
-from sglang_rollout.wire.states import BASE, EngineState, FleetState, Version, describe_state
+from sglang_rollout.wire.reasons import GateReason, Refusal, RefusalCode
+from sglang_rollout.wire.states import BASE, EngineState, FleetState, StagedVersion, Version, describe_state
 
 V1, V2 = Version(run=1, step=1, label="1"), Version(run=1, step=2, label="2")
 
@@ -247,6 +247,121 @@ def test_status_describes_the_engine_only_while_it_is_up() -> None:
     assert (status.reason, status.message) == (GateReason.RESTART_BUDGET_EXHAUSTED, "The engine is not up: it fell.")
 
 
+def load(attempt: str, ok: bool = True, boot: str = "a") -> tuple[ev.Event, ...]:
+    """The calls of an attempt to load a staged version, up to the answer of the loader."""
+    return (
+        ev.ActivationBegan(attempt, "u", "base"),
+        *call(ControlCall.PAUSE),
+        ev.CallBegan(ControlCall.BEGIN_UPDATE, attempt=attempt),
+        ev.CallEnded(ControlCall.BEGIN_UPDATE, True, boot),
+        ev.CallBegan(ControlCall.UPDATE_TENSOR, attempt=attempt),
+        ev.CallEnded(ControlCall.UPDATE_TENSOR, ok, boot),
+    )
+
+
+def test_an_engine_whose_loader_refused_holds_what_it_held() -> None:
+    refused = run(SERVING, *load("x", ok=False))
+    assert refused.record.state is EngineState.DIRTY
+    assert not s.gate_may_open(refused)
+    again = run(refused, ev.ActivationRefused("x"))
+    assert (again.record.version, again.record.label, again.record.session, again.record.written) == (BASE, "base", False, False)
+    assert again.record.activation is None
+    assert s.gate_may_open(again)
+    assert run(refused, ev.ActivationRefused("y")) == refused, "another attempt proves nothing"
+
+
+def test_a_dirty_engine_whose_loader_refused_stays_dirty() -> None:
+    dirty = run(SERVING, *call(ControlCall.BEGIN_UPDATE), ev.UpdateGivenUp())
+    again = run(dirty, *load("x", ok=False), ev.ActivationRefused("x"))
+    assert (again.record.state, again.record.failed) == (EngineState.DIRTY, True)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        ev.UpdateGivenUp(),
+        ev.CallBegan(ControlCall.UPDATE_DISTRIBUTED),
+        ev.CallBegan(ControlCall.BEGIN_UPDATE, attempt="y"),
+        ev.CallBegan(ControlCall.RELEASE_MEMORY, details=("weights",)),
+        ev.EngineIdentified(facts("b", live="1")),
+    ],
+)
+def test_an_attempt_ends_with_a_fence_another_write_or_another_process(event: ev.Event) -> None:
+    ended = run(SERVING, *load("x", ok=False), event, ev.CallEnded(ControlCall.BEGIN_UPDATE, True, "a"))
+    assert run(ended, ev.ActivationRefused("x")) == ended
+    assert not s.gate_may_open(ended)
+
+
+def test_an_attempt_that_the_agents_restart_interrupts_has_failed_unless_verdicts_prove_that_nothing_was_written() -> None:
+    for events in (load("x"), load("x")[:-1], load("x")[:-2]):
+        again = run(ev.restore_state(run(SERVING, *events).record), ev.EngineIdentified(facts()), ev.RecordTrusted())
+        assert again.record.failed
+        assert not s.is_update_open(again.record)
+        assert not s.gate_may_open(again)
+        assert "failed" in message(s.ack_refusal(run(again, *call(ControlCall.END_UPDATE)), "a", V1))
+        assert s.gate_may_open(run(again, ev.ActivationRefused("x")))
+    paused = run(ev.restore_state(run(SERVING, *load("x")[:3]).record), ev.EngineIdentified(facts()), ev.RecordTrusted())
+    assert s.gate_may_open(paused), "no call that writes had begun"
+
+
+def test_a_loaded_version_is_acknowledged_like_any_other() -> None:
+    loaded = run(SERVING, *load("x"), *call(ControlCall.END_UPDATE))
+    assert s.ack_refusal(loaded, "a", V1) is None
+    acked = run(loaded, ev.UpdateAcknowledged(V1, ("e0",)))
+    assert acked.record.activation is None
+    assert not s.gate_may_open(acked)
+    assert s.gate_may_open(run(acked, ev.CoordinatorCalled(1, V1)))
+
+
+@pytest.mark.parametrize(
+    ("events", "code"),
+    [
+        ((), None),
+        ((ev.EngineDown("gone"),), GateReason.NOT_UP),
+        ((ev.EngineIdentified(facts("b")),), GateReason.NOT_UP),
+        (call(ControlCall.RELEASE_MEMORY, tags=("kv_cache",)), GateReason.RELEASED),
+        ((ev.CoordinatorCalled(1, BASE, spec_state=FleetState.ASLEEP),), GateReason.ASLEEP),
+        ((ev.CoordinatorCalled(1, BASE, spec_state=FleetState.PAUSED),), None),
+        ((ev.DrainingChanged(True),), GateReason.DRAINING),
+        (call(ControlCall.BEGIN_UPDATE), RefusalCode.CONFLICT),
+        ((*call(ControlCall.BEGIN_UPDATE), ev.UpdateGivenUp()), None),
+    ],
+)
+def test_when_a_staged_version_may_be_loaded(events: tuple[ev.Event, ...], code: object) -> None:
+    refused = s.activation_refusal(run(SERVING, *events), "a")
+    assert (refused.code if refused else None) == code
+
+
+def test_when_the_agent_loads_its_own_copy() -> None:
+    staged = StagedVersion(update="a" * 32, digest="d" * 64, bytes=8)
+    serving_1 = run(UPDATED, ev.UpdateAcknowledged(V1, ("e0",)), ev.CoordinatorCalled(1, V1, staged=staged))
+    restarted = run(serving_1, ev.EngineDown("gone"), ev.EngineIdentified(facts("b")))
+    assert s.needs_own_copy(restarted)
+    assert not s.needs_own_copy(serving_1)
+    assert not s.needs_own_copy(run(serving_1, ev.EngineDown("gone")))
+    assert not s.needs_own_copy(SERVING), "base needs no copy"
+    assert s.needs_own_copy(run(serving_1, ev.LabelPolled("9", serving_1.calls)))
+    assert s.needs_own_copy(run(serving_1, *call(ControlCall.BEGIN_UPDATE), ev.UpdateGivenUp()))
+    assert not s.needs_own_copy(run(serving_1, *call(ControlCall.BEGIN_UPDATE))), "an update is open"
+    assert not s.needs_own_copy(run(restarted, ev.CoordinatorCalled(1, V1, (BASE,), staged=staged))), "the held version is tolerated"
+    newer = run(
+        serving_1,
+        *call(ControlCall.BEGIN_UPDATE),
+        *call(ControlCall.UPDATE_TENSOR),
+        *call(ControlCall.END_UPDATE),
+        ev.UpdateAcknowledged(V2, ("e0",)),
+    )
+    assert not s.needs_own_copy(newer), "it takes part in an update"
+    assert s.needs_own_copy(run(serving_1, ev.CoordinatorCalled(1, V2, staged=staged))), "it missed the update"
+    assert not s.needs_own_copy(run(restarted, ev.CoordinatorCalled(1, V1))), "the contents of the version are not known"
+    woken = run(serving_1, *call(ControlCall.RELEASE_MEMORY, tags=("weights",)), *call(ControlCall.RESUME_MEMORY, tags=("weights",)))
+    assert not s.needs_own_copy(woken), "a coordinator compares restored weights"
+    for events in ((ev.DrainingChanged(True),), (ev.CoordinatorCalled(1, V1, spec_state=FleetState.ASLEEP, staged=staged),)):
+        assert not s.needs_own_copy(run(restarted, *events))
+    unconfirmed = run(ev.restore_state(serving_1.record), ev.EngineIdentified(facts()), ev.LabelPolled("9", 0))
+    assert not s.needs_own_copy(unconfirmed), "the committed version of the record may be outdated"
+
+
 _versions = st.sampled_from([BASE, V1, V2])
 _calls = st.sampled_from(
     [
@@ -264,6 +379,8 @@ _calls = st.sampled_from(
     ]
 )
 _boots = st.sampled_from(["a", "b", "c"])
+_attempts = st.sampled_from(["refused", "written"])
+"""Attempts to load a staged version: in the first, every rank refuses."""
 _labels = st.sampled_from(["base", "1", "2"])
 _tags = st.sampled_from([(), ("weights",), ("kv_cache",)])
 _events = st.one_of(
@@ -273,6 +390,9 @@ _events = st.one_of(
     st.builds(ev.CoordinatorCalled, st.integers(0, 3), st.none() | _versions, spec_state=st.none() | st.sampled_from(FleetState)),
     st.just(ev.RecordTrusted()),
     st.builds(ev.CallBegan, _calls, _labels, _tags),
+    st.builds(ev.CallBegan, st.sampled_from([ControlCall.BEGIN_UPDATE, ControlCall.UPDATE_TENSOR]), attempt=_attempts),
+    st.builds(ev.ActivationBegan, _attempts, st.just("u"), _labels),
+    st.just(ev.ActivationRefused("refused")),
     st.builds(ev.CallEnded, _calls, st.booleans(), _boots, _labels, _tags),
     st.builds(ev.UpdateAcknowledged, _versions, st.just(("e0",))),
     st.just(ev.UpdateGivenUp()),
@@ -285,7 +405,10 @@ _events = st.one_of(
 def test_the_gate_is_open_only_for_the_committed_version(events: list[ev.Event | str]) -> None:
     """Apply any events in any order, with restarts of the agent. Acknowledgements pass their check first, as in the agent."""
     state, truth = s.State(), None  # truth: the version that all tensors of the current engine process belong to, None for a mixture
+    is_refused = False
     for event in events:
+        if isinstance(event, ev.CallEnded) and event.call == ControlCall.UPDATE_TENSOR:
+            event = replace(event, ok=event.ok and not is_refused)  # noqa: PLW2901 - the agent reads the verdicts
         if isinstance(event, str):
             state = ev.restore_state(state.record) if event == "restart" else ev.restore_state(s.EngineRecord(), is_readable=False)
             continue
@@ -296,10 +419,12 @@ def test_the_gate_is_open_only_for_the_committed_version(events: list[ev.Event |
         match event:
             case ev.EngineIdentified(seen) if seen.boot_id != before.record.boot_id:
                 truth = BASE if seen.live_label == seen.launch_label and not before.record.unreadable else None
+            case ev.CallBegan(ControlCall.BEGIN_UPDATE | ControlCall.UPDATE_TENSOR, attempt="refused"):
+                is_refused = event.call == ControlCall.UPDATE_TENSOR
             case ev.CallBegan(
                 ControlCall.BEGIN_UPDATE | ControlCall.UPDATE_DISTRIBUTED | ControlCall.UPDATE_TENSOR | ControlCall.UPDATE_DISK
             ):
-                truth = None
+                truth, is_refused = None, False
             case ev.CallBegan(ControlCall.RELEASE_MEMORY, details=tags) if "weights" in tags:
                 truth = None
             case ev.UpdateAcknowledged(version):

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from sglang_rollout.agent.reachability import preflight
+from sglang_rollout.internal.reachability import preflight
 from sglang_rollout.wire.agent import PreflightRequest
 from tests.support.ports import free_port, needs_ipv6
 

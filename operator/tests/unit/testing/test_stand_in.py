@@ -20,8 +20,11 @@ import pytest
 import requests
 
 from sglang_rollout.agent.engine import Engine
+from sglang_rollout.staging.payload import LOADER, loader_payload, loader_request
 from sglang_rollout.testing import Fault, Kind, Phase, StandIn, StandInFleet, app, decode, encode, expected_tokens
+from sglang_rollout.wire.staged import Shard, StagedTensor
 from tests.support.ports import free_port
+from tests.support.staged import fill_shard, open_copy
 
 PATIENCE = 60.0
 """Maximum seconds of a request. No test measures speed."""
@@ -347,3 +350,46 @@ async def test_agent_controls_the_stand_in(sessions: bool) -> None:
                 assert (await engine.call("begin_weight_update", {})).status == 200
             await asyncio.to_thread(stand_in.restart)
             assert (await engine.identify("base", None)).boot_id != facts.boot_id
+
+
+# --- staged versions -----------------------------------------------------------------------------------------------------
+
+
+def load_staged(engine: StandIn, tmp_path: Path) -> tuple[requests.Response, list[dict[str, Any]]]:
+    """Load a version with one changed tensor, as an agent does. Return the answer and the verdicts."""
+    copy = open_copy(tmp_path)
+    held = engine.tensors()["model.norm.weight"]
+    tensor = StagedTensor(name="model.norm.weight", dtype="F32", shape=list(held.shape))
+    fill_shard(copy, Shard(tensors=[tensor]), bytes(len(held.data)))
+    copy.seal()
+    request = loader_request(copy, tmp_path, "attempt")
+    post(engine, "/begin_weight_update")
+    body = {"serialized_named_tensors": [loader_payload(request)] * 2, "load_format": LOADER, "weight_version": "7", "flush_cache": False}
+    answer = post(engine, "/update_weights_from_tensor", body)
+    return answer, [json.loads(file.read_text()) for file in sorted(tmp_path.glob("rank-*.json"))]
+
+
+def test_a_staged_version_is_read_from_its_folder(tmp_path: Path) -> None:
+    with StandIn(loaders=[LOADER], tensor=2) as engine:
+        answer, verdicts = load_staged(engine, tmp_path)
+        assert answer.json()["success"]
+        assert [(verdict["ok"], verdict["id"]) for verdict in verdicts] == [(True, "attempt")] * 2
+        assert not any(engine.tensors()["model.norm.weight"].data)
+        assert engine.weight_version == "7"
+        assert post(engine, "/server_info").status_code == 405
+        assert requests.get(engine.url + "/server_info", timeout=PATIENCE).json()["custom_weight_loader"] == [LOADER]
+
+
+def test_a_loader_that_refuses_is_answered_with_success(tmp_path: Path) -> None:
+    with StandIn(loaders=[LOADER], tensor=2) as engine:
+        before = engine.tensors()
+        engine.faults.add("refuse", "load")
+        answer, verdicts = load_staged(engine, tmp_path)
+        assert answer.json()["success"]
+        assert [(verdict["ok"], verdict["wrote"]) for verdict in verdicts] == [(False, False)] * 2
+        assert (engine.tensors(), engine.weight_version) == (before, "7")
+
+
+def test_an_engine_without_the_loader_ends(tmp_path: Path) -> None:
+    with StandIn(tensor=2) as engine, pytest.raises(requests.ConnectionError):
+        load_staged(engine, tmp_path)

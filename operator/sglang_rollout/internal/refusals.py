@@ -1,4 +1,4 @@
-"""Log the calls that an agent itself refuses for their credential. The coordinator's audit log has relayed calls."""
+"""Log the calls that an agent or the weight store itself refuses for their credential. The coordinator's audit log has relayed calls."""
 
 from __future__ import annotations
 

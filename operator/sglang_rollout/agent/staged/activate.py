@@ -1,0 +1,402 @@
+"""Load a staged version into the engine, and acknowledge it.
+
+    pause → begin → load (custom loader) → verdicts of all ranks → end → flush → checksums → acknowledge
+
+If every rank refuses before its first write, the engine gets its label back and holds what it held. After any other failure the engine is
+dirty. After a success the engine stays paused, and its gate stays closed until the version is committed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+from http import HTTPStatus
+
+from sglang_rollout.agent import events as ev
+from sglang_rollout.agent import state as s
+from sglang_rollout.agent.agent import Agent
+from sglang_rollout.agent.engine import refusal_reply
+from sglang_rollout.agent.record import RecordError
+from sglang_rollout.agent.staged.saved import SavedVersion, SavedVersions
+from sglang_rollout.agent.staged.verdicts import VerdictFolder
+from sglang_rollout.agent.update import acknowledge
+from sglang_rollout.sglang.api import ControlCall
+from sglang_rollout.sglang.checksums import Checksums
+from sglang_rollout.sglang.client import EngineError, Reply
+from sglang_rollout.staging.copies import Copies, Copy
+from sglang_rollout.staging.index import StagedError
+from sglang_rollout.staging.payload import LOADER, loader_payload, loader_request
+from sglang_rollout.wire.reasons import Refusal, RefusalCode, RefusedError
+from sglang_rollout.wire.staged import ActivateReply, ActivateRequest
+from sglang_rollout.wire.states import EngineState, FleetState
+
+log = logging.getLogger(__name__)
+
+_ANSWER_SECONDS = 3600.0
+"""Time for each answer of the engine. The caller's deadline, the lease and /agent/fence end a load earlier."""
+_NO_SESSION = b"no weight-update session is open"
+"""SGLang's answer to the end of a session that is not open; SGLang has no codes."""
+
+
+class ActivationError(RefusedError):
+    """A version was not loaded. ``wrote`` is False if the engine still holds what it held before."""
+
+    def __init__(self, refusal: Refusal, *, wrote: bool, status: int | None = None) -> None:
+        super().__init__(refusal, status=status)
+        self.wrote = wrote
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """A load in progress."""
+
+    update: str
+    is_own: bool
+    task: asyncio.Task[ActivateReply]
+
+
+class Activator:
+    """Loads one version at a time.
+
+    Args:
+        agent: The agent.
+        copies: The copies of this pod.
+        saved: What is remembered of each version.
+        verdicts: The folder of the loader's verdicts.
+        pipeline_size: Pipeline stages of the engine; each of its tensor-parallel ranks exists once for each stage.
+    """
+
+    def __init__(self, agent: Agent, copies: Copies, saved: SavedVersions, verdicts: VerdictFolder, *, pipeline_size: int = 1) -> None:
+        self._agent = agent
+        self._copies = copies
+        self._saved = saved
+        self._verdicts = verdicts
+        self._pipeline_size = pipeline_size
+        self._running: _Running | None = None
+        self.failed_at: float | None = None
+        """When the last load failed; None if it did not."""
+
+    @property
+    def updates_in_use(self) -> set[str]:
+        """The update whose copy is being loaded."""
+        running = self._current()
+        return set() if running is None else {running.update}
+
+    @property
+    def is_running(self) -> bool:
+        """True while a version is being loaded."""
+        return self._current() is not None
+
+    async def activate(self, request: ActivateRequest, deadline: float) -> ActivateReply:
+        """Load a version for a coordinator. A repeated call joins the load in progress; a load of the agent's own ends first.
+
+        Raises:
+            ActivationError: The version was not loaded, or the load has not ended within ``deadline`` seconds and continues.
+        """
+        end = time.monotonic() + deadline
+        while (running := self._current()) is not None:
+            if not running.is_own and running.update != request.update:
+                raise _refused(RefusalCode.CONFLICT, f"The engine is loading the version of update {running.update}.")
+            if not running.is_own:
+                return await _join(running, end)
+            await asyncio.wait({running.task}, timeout=max(0.0, end - time.monotonic()))
+            if not running.task.done():
+                raise _late(running.update)
+        return await _join(self._begin(request, is_own=False), end)
+
+    async def load_own(self, request: ActivateRequest) -> ActivateReply:
+        """Load a version without a coordinator, and resume the engine. Raises ActivationError."""
+        if self._current() is not None:
+            raise _refused(RefusalCode.CONFLICT, "The engine is loading a version already.")
+        return await _join(self._begin(request, is_own=True), time.monotonic() + _ANSWER_SECONDS)
+
+    async def close(self) -> None:
+        """End the load in progress. The engine completes its current call, which the record names."""
+        running = self._current()
+        if running is not None:
+            running.task.cancel()
+            await asyncio.wait({running.task})
+
+    async def undo_interrupted(self) -> bool:
+        """Restore what the engine held before a load that the agent's restart interrupted, if every rank has refused the version.
+
+        Return True if that is done.
+        """
+        agent, activation = self._agent, self._agent.state.record.activation
+        if activation is None or self._current() is not None:
+            return False
+        verdicts = await asyncio.to_thread(self._verdicts.read, activation.attempt, self._ranks)
+        if not verdicts.is_refused or agent.attempt or agent.state.record.activation != activation:
+            return False
+        log.info("The load that the agent's restart interrupted was refused: %s", verdicts.message)
+        agent.attempt = activation.attempt
+        try:
+            return await restore(agent, activation.attempt)
+        finally:
+            agent.attempt = ""
+
+    @property
+    def _ranks(self) -> int:
+        return self._tensor_size * self._pipeline_size
+
+    @property
+    def _tensor_size(self) -> int:
+        facts = self._agent.state.facts
+        return (facts.tensor_size if facts is not None else None) or 1
+
+    def _current(self) -> _Running | None:
+        return self._running if self._running is not None and not self._running.task.done() else None
+
+    def _begin(self, request: ActivateRequest, *, is_own: bool) -> _Running:
+        task = asyncio.create_task(self._run(request, is_own=is_own), name=f"load of update {request.update}")
+        task.add_done_callback(self._note_end)
+        self._running = _Running(request.update, is_own, task)
+        return self._running
+
+    def _note_end(self, task: asyncio.Task[ActivateReply]) -> None:
+        error = None if task.cancelled() else task.exception()
+        self.failed_at = time.monotonic() if error is not None else None
+        if isinstance(error, ActivationError):
+            log.warning("The %s failed; the engine is %s: %s", task.get_name(), "changed" if error.wrote else "unchanged", error)
+        elif error is not None:
+            log.error("A defect in the %s.", task.get_name(), exc_info=error)
+        else:
+            log.info("The %s has ended: %s.", task.get_name(), task.result().seconds)
+
+    async def _run(self, request: ActivateRequest, *, is_own: bool) -> ActivateReply:
+        agent, record = self._agent, self._agent.state.record
+        try:
+            if record.boot_id == request.ack.boot_id and record.state is EngineState.CLEAN and record.version == request.ack.version:
+                found = await acknowledge(agent, request.ack, _ANSWER_SECONDS, checksums=request.checksums)  # a repeated call
+                return ActivateReply(checksums=_listed(found))
+            copy = self._check(request)
+            live_label = await agent.engine.read_label()
+            await agent.confirm_process()
+            attempt = await asyncio.to_thread(self._verdicts.open_attempt)
+            self._check(request)  # another call may have come meanwhile
+        except ActivationError:
+            raise
+        except RefusedError as error:
+            raise ActivationError(error.refusal, wrote=False, status=error.status) from None
+        except EngineError as error:
+            raise _refused(RefusalCode.UNAVAILABLE, f"The engine cannot be asked for its state: {error}.") from None
+        except OSError as error:
+            raise _refused(RefusalCode.INTERNAL_ERROR, f"The folder of verdicts cannot be written: {error.strerror or error}.") from None
+        known = self._saved.load(request.update)
+        checksums = known.checksums if known is not None and known.digest == request.digest else None
+        version = SavedVersion(ack=request.ack, digest=request.digest, checksums=checksums)
+        if not is_own:
+            self._saved.save(request.update, version)
+        load = _Load(agent, request, copy, self._verdicts, attempt, ranks=self._ranks, tensor_size=self._tensor_size)
+        wanted = tuple(request.expected) if request.expected is not None else None
+        reply = await load.run(live_label, checksums if is_own else wanted)
+        self._name_version(copy, request)
+        if reply.checksums is not None:
+            self._saved.save(request.update, version.model_copy(update={"checksums": tuple(reply.checksums)}))
+        # A dirty engine is paused because of an update that has ended. Any other pause ends with the side that began it.
+        if is_own and (record.state is EngineState.DIRTY or not record.interruption.is_pause):
+            await self._resume()
+        return reply
+
+    @staticmethod
+    def _name_version(copy: Copy, request: ActivateRequest) -> None:
+        """Note which version the copy is. A coordinator without its record finds the contents of the committed version by this."""
+        try:
+            copy.seal(request.ack.version)
+        except (StagedError, OSError) as error:
+            log.warning("The version of the copy of update %s cannot be noted: %s", request.update, error)
+
+    async def _resume(self) -> None:
+        agent, record = self._agent, self._agent.state.record
+        if not record.interruption.is_pause or record.applied_state is not FleetState.ACTIVE:
+            return
+        reply = await agent.control(ControlCall.CONTINUE, {}, _ANSWER_SECONDS)
+        if not reply.ok:
+            log.warning("The engine has loaded its own copy and stays paused: HTTP %d.", reply.status)
+
+    def _check(self, request: ActivateRequest) -> Copy:
+        """Return the complete copy. Raise ActivationError if it is missing, or if the engine must not load it now."""
+        agent = self._agent
+        refused = s.activation_refusal(agent.state, request.ack.boot_id)
+        if refused is None and agent.giving_up_since is not None:
+            refused = Refusal(RefusalCode.CONFLICT, "The agent is giving up an update (/agent/fence).")
+        if refused is None and agent.signatures is not None:
+            refused = agent.signatures.ack_refusal(request.ack, agent.state.record, self._tensor_size)
+        loaders = agent.engine.info.get("custom_weight_loader")
+        if refused is None and LOADER not in (loaders if isinstance(loaders, list) else ()):
+            advice = f"start it with --custom-weight-loader {LOADER}"
+            refused = Refusal(RefusalCode.NOT_OFFERED, f"The engine was not started with the loader of staged versions: {advice}.")
+        if refused is not None:
+            raise ActivationError(refused, wrote=False, status=409)
+        copy = self._copies.get(request.update)
+        if copy is None:
+            raise _refused(RefusalCode.NOT_FOUND, f"The pod has no copy of update {request.update}: /agent/stage comes first.")
+        if copy.index.end is None:
+            raise _refused(RefusalCode.CONFLICT, f"The copy of update {request.update} is not complete.")
+        if copy.index.end.digest != request.digest:
+            found = copy.index.end.digest
+            message = f"The copy of update {request.update} has the digest {found[:12]}…, not {request.digest[:12]}…."
+            raise _refused(RefusalCode.CONFLICT, message)
+        return copy
+
+
+class _Load:
+    """One attempt to load a version."""
+
+    def __init__(
+        self,
+        agent: Agent,
+        request: ActivateRequest,
+        copy: Copy,
+        verdicts: VerdictFolder,
+        attempt: str,
+        *,
+        ranks: int,
+        tensor_size: int,
+    ) -> None:
+        self._agent = agent
+        self._request = request
+        self._verdicts = verdicts
+        self._attempt = attempt
+        self._ranks = ranks
+        payload = loader_payload(loader_request(copy, verdicts.path(attempt), attempt))
+        self._body = {
+            "serialized_named_tensors": [payload] * tensor_size,
+            "load_format": LOADER,
+            "flush_cache": False,
+            "weight_version": request.ack.version.label,
+        }
+        self._before = agent.state.record
+        self._is_sent = False
+        """The engine may have received the call that writes."""
+        self._is_flushed = True
+        self._seconds: dict[str, float] = {}
+
+    async def run(self, live_label: str, expected: Checksums | None) -> ActivateReply:
+        """Load and acknowledge the version. Raises ActivationError."""
+        agent = self._agent
+        agent.attempt = self._attempt
+        try:
+            agent.dispatch(ev.ActivationBegan(self._attempt, self._request.update, live_label))
+            found = await self._load(expected)
+            return ActivateReply(checksums=_listed(found), flushed=self._is_flushed, seconds=self._seconds)
+        except (RefusedError, EngineError, RecordError) as error:
+            raise await self._fail(error) from None
+        finally:
+            agent.attempt = ""
+
+    async def _load(self, expected: Checksums | None) -> Checksums | None:
+        request = self._request
+        await self._step("pause", ControlCall.PAUSE, {"mode": request.mode})
+        await self._step("load", ControlCall.BEGIN_UPDATE, {})
+        self._is_sent = True
+        await self._step("load", ControlCall.UPDATE_TENSOR, self._body)
+        await self._step("load", ControlCall.END_UPDATE, {})
+        await self._step("flush", ControlCall.FLUSH_CACHE, {})
+        await self._agent.confirm_process()
+        began = time.monotonic()
+        wants = request.checksums or expected is not None
+        found = await acknowledge(self._agent, request.ack, _ANSWER_SECONDS, attempt=self._attempt, checksums=wants, expected=expected)
+        self._seconds["verify"] = time.monotonic() - began
+        return found if request.checksums else None
+
+    async def _step(self, name: str, call: ControlCall, body: dict[str, object]) -> None:
+        """Make one call. Raise RefusedError if it fails."""
+        began = time.monotonic()
+        judge = self._judge if call is ControlCall.UPDATE_TENSOR else None
+        reply = await self._agent.control(call, dict(body), _ANSWER_SECONDS, attempt=self._attempt, judge=judge)
+        self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - began
+        if call is ControlCall.FLUSH_CACHE and reply.status == HTTPStatus.BAD_REQUEST:
+            # SGLang refuses while requests exist: paused in place, or in releases up to 0.5.20 also while they wait.
+            self._is_flushed = False
+        elif not reply.ok:
+            document = reply.document
+            said = document.get("message") if isinstance(document, dict) else None
+            code = RefusalCode.CONFLICT if reply.status < 500 else RefusalCode.UPSTREAM_FAILED
+            raise RefusedError(Refusal(code, f"{call} failed: {said or f'HTTP {reply.status}'}"))
+
+    async def _judge(self, reply: Reply) -> Reply:
+        """Return a failure in place of a success that not every rank confirms."""
+        verdicts = await asyncio.to_thread(self._verdicts.read, self._attempt, self._ranks)
+        return reply if not reply.ok or verdicts.is_loaded else refusal_reply(409, verdicts.message)
+
+    async def _fail(self, error: Exception) -> ActivationError:
+        """Restore what the engine held, or mark it dirty until a complete load, and return the error to raise."""
+        agent = self._agent
+        refusal = error.refusal if isinstance(error, RefusedError) else Refusal(RefusalCode.UPSTREAM_FAILED, str(error))
+        verdicts = await asyncio.to_thread(self._verdicts.read, self._attempt, self._ranks)
+        if verdicts.found and not verdicts.is_loaded and verdicts.message not in refusal.message:
+            refusal = Refusal(refusal.code, f"{refusal.message} {verdicts.message}")
+        try:
+            if not self._is_sent or verdicts.is_refused:
+                if await restore(agent, self._attempt):
+                    await self._resume()
+                    return ActivationError(refusal, wrote=False, status=409)
+            elif agent.state.record.session:
+                await agent.control(ControlCall.END_UPDATE, {}, _ANSWER_SECONDS, attempt=self._attempt)
+        except (EngineError, RecordError) as second:
+            log.warning("The engine cannot be led back to its state before the load: %s", second)
+        if agent.state.record.activation is not None:
+            agent.dispatch(ev.UpdateGivenUp(), durable=False)
+        return ActivationError(refusal, wrote=not self._is_unchanged, status=409 if refusal.status < 500 else refusal.status)
+
+    async def _resume(self) -> None:
+        """Resume an engine that was not paused before the load."""
+        agent = self._agent
+        agent.attempt = ""
+        if self._before.interruption.is_pause or not agent.state.record.interruption.is_pause:
+            return
+        reply = await agent.control(ControlCall.CONTINUE, {}, _ANSWER_SECONDS)
+        if not reply.ok:
+            log.warning("The engine stays paused after it has refused a version: HTTP %d.", reply.status)
+
+    @property
+    def _is_unchanged(self) -> bool:
+        """True if no call that writes was made, so that the record still says what the engine holds."""
+        before, now = self._before, self._agent.state.record
+        is_same = (before.boot_id, before.state, before.version) == (now.boot_id, now.state, now.version)
+        return is_same and self._agent.state.up and not self._is_sent
+
+
+async def restore(agent: Agent, attempt: str) -> bool:
+    """Return the engine to what it held before an attempt in which no rank wrote: end the session, and set the label back.
+
+    Return False if that fails, or if the attempt was given up; then the record stays as it is. Raises EngineError and RecordError.
+    """
+    activation = agent.state.record.activation
+    if activation is None or activation.attempt != attempt or not agent.state.up:
+        return False
+    if agent.state.record.session:
+        reply = await agent.control(ControlCall.END_UPDATE, {}, _ANSWER_SECONDS, attempt=attempt)
+        if not reply.ok and _NO_SESSION not in reply.body:
+            return False
+    # SGLang takes over the label of a version that its loader has refused.
+    if await agent.engine.read_label() != activation.live_label:
+        body = {"new_version": activation.live_label}
+        if not (await agent.control(ControlCall.SET_VERSION, body, _ANSWER_SECONDS, attempt=attempt)).ok:
+            return False
+    agent.dispatch(ev.ActivationRefused(attempt))
+    return True
+
+
+async def _join(running: _Running, end: float) -> ActivateReply:
+    """Return the result of a load. It continues if the caller disconnects, or if the time is over."""
+    await asyncio.wait({running.task}, timeout=max(0.0, end - time.monotonic()))
+    if not running.task.done():
+        raise _late(running.update)
+    return running.task.result()
+
+
+def _late(update: str) -> ActivationError:
+    message = f"The load of update {update} has not ended in time; it continues."
+    return ActivationError(Refusal(RefusalCode.UNAVAILABLE, message), wrote=True, status=504)
+
+
+def _refused(code: RefusalCode, message: str) -> ActivationError:
+    return ActivationError(Refusal(code, message), wrote=False)
+
+
+def _listed(checksums: Checksums | None) -> list[str] | None:
+    return None if checksums is None else list(checksums)

@@ -1,0 +1,100 @@
+"""The parts of transport Staged in one agent, and the handlers of the coordinator's calls."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+from aiohttp import web
+
+from sglang_rollout.agent.agent import Agent
+from sglang_rollout.agent.staged.activate import ActivationError, Activator
+from sglang_rollout.agent.staged.own_copy import OwnCopyWatch
+from sglang_rollout.agent.staged.saved import SavedVersions
+from sglang_rollout.agent.staged.stage import Stager
+from sglang_rollout.agent.staged.verdicts import VerdictFolder
+from sglang_rollout.internal.requests import deadline_of, read_message
+from sglang_rollout.staging.copies import Copies
+from sglang_rollout.staging.payload import install_loader
+from sglang_rollout.staging.serve import staging_routes
+from sglang_rollout.wire.reasons import RefusedError, reason_phrase
+from sglang_rollout.wire.staged import ActivateRequest, StageRequest
+from sglang_rollout.wire.trainer import ControlReply
+
+_ACTIVATE_SECONDS = 300.0
+_CONNECT_SECONDS = 5.0
+_SILENT_SECONDS = 60.0
+"""Time without a byte after which a connection to a parent has failed."""
+
+
+class StagedService:
+    """Copies of versions, and their load into the engine. Create it with :func:`run_staged_service`."""
+
+    def __init__(self, agent: Agent, copies: Copies, stager: Stager, activator: Activator, own_copy: OwnCopyWatch) -> None:
+        self._agent = agent
+        self._copies = copies
+        self._stager = stager
+        self._activator = activator
+        self.own_copy = own_copy
+
+    def data_app(self) -> web.Application:
+        """Return the application of the data port, which needs the tickets of the versions."""
+        app = web.Application()
+        app.add_routes(staging_routes(self._copies))
+        return app
+
+    async def stage(self, request: web.Request, answer: Callable[[], Awaitable[web.Response]]) -> web.StreamResponse:
+        """Copy a version into the pod, and answer with the status."""
+        wanted = await read_message(request, StageRequest)
+        try:
+            await self._stager.stage(wanted, min(wanted.deadline, deadline_of(request, wanted.deadline)))
+        except RefusedError as error:
+            return _refuse(error)
+        return await answer()
+
+    async def activate(self, request: web.Request) -> web.StreamResponse:
+        """Load a version into the engine."""
+        wanted = await read_message(request, ActivateRequest)
+        try:
+            reply = await self._activator.activate(wanted, deadline_of(request, _ACTIVATE_SECONDS))
+        except ActivationError as error:
+            return _refuse(error, wrote=error.wrote)
+        return web.json_response(reply.model_dump(mode="json"))
+
+
+@asynccontextmanager
+async def run_staged_service(
+    agent: Agent, *, volume: Path, verdicts: Path, state: Path, pipeline_size: int = 1
+) -> AsyncIterator[StagedService]:
+    """Offer transport Staged for the length of the block. The loader is installed when the block begins.
+
+    Args:
+        agent: The agent.
+        volume: Folder of the copies, which the engine's container reads.
+        verdicts: Folder that the engine's container writes.
+        state: Folder of the agent's records.
+        pipeline_size: Pipeline stages of the engine.
+
+    Raises:
+        StagedError: The volume cannot be written.
+    """
+    install_loader(volume)
+    copies, saved = Copies(volume, state / "staged"), SavedVersions(state / "staged" / "versions")
+    timeout = aiohttp.ClientTimeout(total=None, connect=_CONNECT_SECONDS, sock_read=_SILENT_SECONDS)
+    async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
+        activator = Activator(agent, copies, saved, VerdictFolder(verdicts), pipeline_size=pipeline_size)
+        stager = Stager(copies, saved, session, lambda: activator.updates_in_use)
+        agent.list_copies = copies.status
+        try:
+            yield StagedService(agent, copies, stager, activator, OwnCopyWatch(agent, activator, copies, saved))
+        finally:
+            await activator.close()
+            await stager.close()
+
+
+def _refuse(error: RefusedError, **details: bool) -> web.Response:
+    """Return a refusal in SGLang's shape, with its code and these details."""
+    body = ControlReply(success=False, message=str(error), code=error.refusal.code).model_dump(exclude_none=True)
+    return web.json_response({**body, **details}, status=error.status, reason=reason_phrase(str(error)))
