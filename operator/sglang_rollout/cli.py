@@ -45,6 +45,7 @@ SUBCOMMANDS = {
         "operator",
         "Print the objects that the operator creates for an SGLangRollout.",
     ),
+    "store": Subcommand("sglang_rollout.store.cli:command", "coordinator", "Run the weight store of transport Staged.", part=True),
     "stand-in": Subcommand(
         "sglang_rollout.testing.__main__:command", "testing", "Run stand-ins for SGLang servers, for tests without GPUs."
     ),

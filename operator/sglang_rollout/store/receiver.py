@@ -1,0 +1,155 @@
+"""One process group of a trainer, in a process of its own: joins as torch's ranks do, and receives broadcasts into a file.
+
+The weight store starts ``python -m sglang_rollout.store.receiver`` for each process group, because nothing but a kill ends a call of NCCL
+that waits for a lost peer. The only module of the store that imports torch. One line of JSON per command and per answer:
+
+    (start)                                                        {"ready": true}
+    {"do": "join", "host", "port", "group", …}                     {"done": true}
+    {"do": "receive", "path", "data_start", "sizes", "deadline"}   {"received": BYTES} …, {"done": true}
+
+After a failure the answer is {"error": TEXT}, and the process ends, because the process group cannot be used again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+import torch.distributed as dist
+
+from sglang_rollout.wire.staged import PIECE_BYTES
+
+_PR_SET_PDEATHSIG = 1
+
+
+class Member:
+    """This process's membership in one process group.
+
+    SGLang's ``init_custom_process_group``: a TCP store at the trainer's address, then ``PrefixStore(<group>)``, into which torch puts
+    ``<group>/`` and ``<device>/``.
+    """
+
+    def __init__(self, *, host: str, port: int, group: str, rank: int, world_size: int, backend: str, deadline: float) -> None:
+        self._is_gloo = backend == "gloo"
+        limit = timedelta(seconds=deadline)
+        store = dist.TCPStore(host, port, None, False, timeout=limit, wait_for_workers=False)
+        prefixed = dist.PrefixStore(group, store)
+        if self._is_gloo:
+            for part in (f"{group}/", "cpu/"):
+                prefixed = dist.PrefixStore(part, prefixed)
+            options = dist.ProcessGroupGloo._Options()
+            options._timeout = limit
+            options._devices = [_gloo_device(host, port)]
+            self._group: Any = dist.ProcessGroupGloo(prefixed, rank, world_size, options)
+        else:
+            self._group = _join_with_helper(prefixed, group=group, rank=rank, world_size=world_size, backend=backend, limit=limit)
+
+    def receive(self, buffer: Any, deadline: float) -> None:
+        """Receive one broadcast of rank 0 into a byte tensor in host memory. An empty tensor is broadcast, too, as in SGLang."""
+        if self._is_gloo:
+            options = dist.BroadcastOptions()
+            options.rootRank = options.rootTensor = 0
+            options.timeout = timedelta(seconds=deadline)
+            self._group.broadcast([buffer], options).wait()
+            return
+        # NCCL reads and writes device memory only. Not run yet: it needs a GPU beside the store.
+        device = torch.device("cuda", torch.cuda.current_device())
+        arrived = torch.empty(buffer.numel(), dtype=torch.uint8, device=device)
+        dist.broadcast(arrived, src=0, group=self._group, async_op=True).wait()
+        buffer.copy_(arrived)  # blocks until the copy is complete, because the host memory is pageable
+
+
+def _join_with_helper(store: Any, *, group: str, rank: int, world_size: int, backend: str, limit: timedelta) -> Any:
+    """Join as SGLang does. With NCCL this returns before the ranks are connected, which happens at the first broadcast."""
+    c10d: Any = dist.distributed_c10d
+    made, _ = c10d._new_process_group_helper(
+        world_size, rank, [], c10d.Backend(backend), store, group_name=group, backend_options=None, timeout=limit
+    )
+    c10d._world.pg_group_ranks[made] = {each: each for each in range(world_size)}
+    return made
+
+
+def _gloo_device(host: str, port: int) -> Any:
+    """Listen on the address that routes to the trainer, because the host name may resolve to an unreachable address."""
+    family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(target)  # UDP: chooses a route and sends nothing
+        address = str(probe.getsockname()[0])
+    try:
+        return dist.ProcessGroupGloo.create_device(hostname=address)
+    except RuntimeError:
+        return dist.ProcessGroupGloo.create_default_device()
+
+
+def receive_into_file(member: Member, answers: TextIO, *, path: Path, data_start: int, sizes: Sequence[int], deadline: float) -> None:
+    """Receive one broadcast per size into a file, one behind the other, and report how many bytes are complete.
+
+    Args:
+        member: Membership in the process group.
+        answers: Where to report.
+        path: File of the shard, which has its full length.
+        data_start: Offset of the first byte.
+        sizes: Bytes of each broadcast.
+        deadline: Seconds for each broadcast.
+    """
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
+        data = torch.frombuffer(mapped, dtype=torch.uint8)[data_start:]
+        received = reported = 0
+        for size in sizes:
+            member.receive(data[received : received + size], deadline)
+            received += size
+            if received - reported >= PIECE_BYTES:
+                answer(answers, received=received)
+                reported = received
+        del data  # the file cannot be unmapped before
+
+
+def answer(answers: TextIO, **fields: Any) -> None:
+    """Write one answer."""
+    answers.write(json.dumps(fields) + "\n")
+    answers.flush()
+
+
+def serve(commands: TextIO, answers: TextIO) -> None:
+    """Obey the store until it closes the pipe. Raises the errors of torch."""
+    member: Member | None = None
+    answer(answers, ready=True)
+    for line in commands:
+        command = json.loads(line)
+        action = command.pop("do")
+        if action == "join":
+            member = Member(**command)
+        elif member is not None:
+            receive_into_file(member, answers, path=Path(command.pop("path")), **command)
+        answer(answers, done=True)
+
+
+def main() -> None:
+    """Run one receiver."""
+    # The kernel kills this process with its parent, also while a call of NCCL blocks it.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(sys.argv[1]):
+        sys.exit(1)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # NCCL logs to the standard output
+    torch.set_num_threads(1)
+    try:
+        serve(sys.stdin, answers)
+    except Exception as error:  # noqa: BLE001 - torch raises many types; the store reports the text
+        answer(answers, error=" ".join(str(error).split()) or type(error).__name__)
+    # Freeing a process group may wait for a lost peer.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""Child processes that receive from the trainers' process groups: started, commanded, and killed at a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from sglang_rollout.wire.reasons import end_sentence
+from sglang_rollout.wire.staged import StoreGroupRequest
+
+log = logging.getLogger(__name__)
+
+START_SECONDS = 120.0
+"""Deadline for a child to import torch."""
+_MARGIN_SECONDS = 1.0
+"""How much later than the child itself the store ends a call: the child's error is clearer."""
+_MODULE = "sglang_rollout.store.receiver"
+
+Progress = Callable[[int], None]
+"""Receives the number of bytes at the beginning of a shard that have arrived."""
+
+
+class ReceiverError(Exception):
+    """A process group could not be joined, or a broadcast did not arrive. The message is a sentence. The child has ended."""
+
+
+class Receiver:
+    """One child process, for one process group."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self._busy = asyncio.Lock()
+
+    @classmethod
+    async def start(cls) -> Receiver:
+        """Start a child, and wait until it has imported torch.
+
+        Raises:
+            ReceiverError: The child does not start.
+        """
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(sys.executable, "-m", _MODULE, str(os.getpid()), stdin=pipe, stdout=pipe)
+        receiver = cls(process)
+        await receiver._finish("start", START_SECONDS, "ready")
+        return receiver
+
+    @property
+    def is_alive(self) -> bool:
+        """True while the child runs."""
+        return self._process.returncode is None
+
+    @property
+    def is_busy(self) -> bool:
+        """True while a command runs."""
+        return self._busy.locked()
+
+    async def join(self, request: StoreGroupRequest) -> None:
+        """Join a process group.
+
+        Raises:
+            ReceiverError: The child could not join before the deadline.
+        """
+        command = {
+            "host": request.master_address.removeprefix("[").removesuffix("]"),
+            "port": request.master_port,
+            "group": request.group_name,
+            "rank": request.rank_offset,
+            "world_size": request.world_size,
+            "backend": request.backend,
+        }
+        await self._command("join", command, request.deadline)
+
+    async def receive(self, path: Path, data_start: int, sizes: Sequence[int], deadline: float, progress: Progress) -> None:
+        """Receive one broadcast per size into a file.
+
+        Args:
+            path: File of the shard.
+            data_start: Offset of the first byte in the file.
+            sizes: Bytes of each broadcast.
+            deadline: Seconds for all broadcasts.
+            progress: Called while broadcasts arrive.
+
+        Raises:
+            ReceiverError: Not all bytes arrived before the deadline.
+        """
+        await self._command("receive", {"path": str(path), "data_start": data_start, "sizes": list(sizes)}, deadline, progress)
+
+    async def kill(self) -> None:
+        """End the child, whatever it does."""
+        with suppress(ProcessLookupError):  # it ended first
+            self._process.kill()
+        await self._process.wait()
+
+    async def _command(self, action: str, fields: dict[str, Any], deadline: float, progress: Progress = lambda _: None) -> None:
+        async with self._busy:
+            line = json.dumps({"do": action, **fields, "deadline": deadline}) + "\n"
+            if self._process.stdin is None:
+                raise RuntimeError("the child was started without a pipe")
+            try:
+                self._process.stdin.write(line.encode())
+                await self._process.stdin.drain()
+            except OSError as error:
+                await self.kill()
+                raise ReceiverError(self._describe_end(action)) from error
+            await self._finish(action, deadline + _MARGIN_SECONDS, "done", progress)
+
+    async def _finish(self, action: str, seconds: float, last: str, progress: Progress = lambda _: None) -> None:
+        """Read answers until the last one. The child ends if another caller cancels the command, because an answer would be left over."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._read_answers(action, last, progress)
+        except TimeoutError:
+            await self.kill()
+            raise ReceiverError(f"The receiver did not {action} within {seconds - _MARGIN_SECONDS:g} s, and was killed.") from None
+        except BaseException:
+            await self.kill()
+            raise
+
+    async def _read_answers(self, action: str, last: str, progress: Progress) -> None:
+        if self._process.stdout is None:
+            raise RuntimeError("the child was started without a pipe")
+        while line := await self._process.stdout.readline():
+            answer = json.loads(line)
+            if last in answer:
+                return
+            if "error" in answer:
+                raise ReceiverError(end_sentence(f"The receiver could not {action}: {answer['error']}"))
+            progress(int(answer["received"]))
+        await self._process.wait()
+        raise ReceiverError(self._describe_end(action))
+
+    def _describe_end(self, action: str) -> str:
+        code = self._process.returncode or 0
+        cause = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        full = " Is the volume full?" if code == -signal.SIGBUS else ""  # a page of the mapped file could not be allocated
+        return f"The receiver ended with {cause} when it should {action}.{full}"
+
+
+class Receivers:
+    """The open process groups, and one spare child, because the import of torch takes seconds that the trainer need not wait."""
+
+    def __init__(self) -> None:
+        self._groups: dict[str, Receiver] = {}
+        self._spare: asyncio.Task[Receiver] | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the open process groups."""
+        return [name for name, receiver in self._groups.items() if receiver.is_alive]
+
+    def prepare(self) -> None:
+        """Start the spare child."""
+        if self._spare is None:
+            self._spare = asyncio.create_task(Receiver.start(), name="start a receiver")
+
+    def find(self, name: str) -> Receiver | None:
+        """Return the receiver of an open process group; None if there is none."""
+        receiver = self._groups.get(name)
+        return receiver if receiver is not None and receiver.is_alive else None
+
+    async def join(self, request: StoreGroupRequest) -> None:
+        """Join a process group. An open one with the same name is left first: its trainer has started again.
+
+        Raises:
+            ReceiverError: The process group could not be joined before the deadline.
+        """
+        await self.leave(request.group_name)
+        receiver = await self._take_spare()
+        self._groups[request.group_name] = receiver  # so that a call to leave ends the attempt
+        try:
+            await receiver.join(request)
+        finally:
+            if not receiver.is_alive and self._groups.get(request.group_name) is receiver:
+                del self._groups[request.group_name]
+
+    async def leave(self, name: str) -> None:
+        """Leave a process group, if it is open. This ends a call that waits in it."""
+        receiver = self._groups.pop(name, None)
+        if receiver is not None:
+            await receiver.kill()
+
+    async def close(self) -> None:
+        """Leave all process groups, and end the spare child."""
+        for name in list(self._groups):
+            await self.leave(name)
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            spare.cancel()
+            for made in await asyncio.gather(spare, return_exceptions=True):
+                if isinstance(made, Receiver):
+                    await made.kill()
+
+    async def _take_spare(self) -> Receiver:
+        """Return a child that is ready, and start the next spare one."""
+        self.prepare()
+        spare, self._spare = self._spare, None
+        if spare is None:
+            raise RuntimeError("no receiver was started")
+        try:
+            receiver = await spare
+        except BaseException:
+            spare.cancel()
+            raise
+        self.prepare()
+        if receiver.is_alive:
+            return receiver
+        log.warning("A spare receiver ended before it was used; starting another one.")
+        return await Receiver.start()
