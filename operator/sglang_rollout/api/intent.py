@@ -22,6 +22,19 @@ class WantedEngine(Message):
     """Base URL of the engine's gate. None: found by the hostname ``<name>-0`` in an EndpointSlice (Kubernetes)."""
     port: int | None = Field(default=None, ge=1, le=65535)
     """Port of the engine's gate. None: the port of every gate whose pod has its own network."""
+    data_url: str | None = None
+    """Base URL of the agent's data port, for staged versions. None: port ``STAGING_PORT`` of the engine's address."""
+
+
+class WantedStore(Message):
+    """The weight store of a fleet with transport Staged."""
+
+    name: str
+    """Its name, from which its credential is derived."""
+    url: str
+    """Base URL for the coordinator's calls."""
+    data_url: str
+    """Base URL of its data port."""
 
 
 class Intent(Message):
@@ -34,6 +47,8 @@ class Intent(Message):
     uid: str = ""
     """``metadata.uid`` of the rollout; empty without Kubernetes."""
     engines: list[WantedEngine]
+    store: WantedStore | None = None
+    """The weight store. None: the transport is not Staged."""
     base: int | None = Field(default=None, ge=0)
     """Engines that a fleet without any update waits for. None: all engines."""
     weights: Weights = Weights()

@@ -6,8 +6,19 @@ from enum import StrEnum
 
 from pydantic import Field
 
-from sglang_rollout.api.schema import ApiModel, plain_path, rule, rules, with_rules
+from sglang_rollout.api.engine_spec import ONE_POD, Resources
+from sglang_rollout.api.scheduling_spec import Placement
+from sglang_rollout.api.schema import ApiModel, plain_path, rule, rules, sets_flag, with_rules
 from sglang_rollout.sglang.api import PauseMode
+
+SIZE = r"^[1-9][0-9]*(k|M|G|T|Ki|Mi|Gi|Ti)?$"
+"""Whole quantities of bytes: ``20Gi``, ``500M``."""
+
+
+def _is_staged(weights: str) -> str:
+    """Return the CEL expression for "the transport is Staged"."""
+    # has(), because the API server checks the default of weights, {}, before it fills in the fields.
+    return f"(has({weights}.transport) && {weights}.transport == 'Staged')"
 
 
 class Backend(StrEnum):
@@ -22,6 +33,7 @@ class Transport(StrEnum):
 
     DISTRIBUTED = "Distributed"
     DISK = "Disk"
+    STAGED = "Staged"
 
 
 class Deadlines(ApiModel):
@@ -40,9 +52,45 @@ class Deadlines(ApiModel):
     stuck_seconds: int = Field(default=30, ge=1, le=86400)
     """Seconds after which an engine that has not answered a call of an aborted update is restarted, because nothing else ends a
     broadcast whose sender is gone."""
+    stage_seconds: int = Field(default=600, ge=1, le=86400)
+    """Seconds in which all engine pods copy a version, with transport `Staged`."""
+    activate_seconds: int = Field(default=300, ge=1, le=86400)
+    """Seconds in which an engine loads its copy of a version, with transport `Staged`."""
     silent_seconds: int = Field(default=120, ge=1, le=86400)
     """Seconds without an answer to a health check, which generates one token, after which an engine is restarted. It must exceed the
     time to prefill the longest prompt."""
+
+
+class Medium(StrEnum):
+    """Where an engine pod keeps staged versions."""
+
+    MEMORY = "Memory"
+    DISK = "Disk"
+
+
+class Staging(ApiModel):
+    """Copies of versions beside every engine, with transport `Staged`."""
+
+    copies: int = Field(default=2, ge=1, le=2)
+    """Complete versions in each engine pod. `2`: the next version arrives while the committed one stays. `1`: the committed one is
+    deleted when the next one begins."""
+    size_limit: str = Field(max_length=32, pattern=SIZE)
+    """Maximum bytes of one version, such as `20Gi`. With `medium: Memory` each engine pod and the weight store reserve memory for `copies`
+    of them."""
+    medium: Medium = Medium.MEMORY
+    """`Memory`: a memory-backed volume. `Disk`: a volume on the node's disk."""
+    fanout: int = Field(default=4, ge=1, le=64)
+    """Maximum number of pods that copy a version from the same pod at a time."""
+
+
+class Store(ApiModel):
+    """The pod that receives versions from the trainer and feeds the engine pods, with transport `Staged`."""
+
+    resources: Resources = Resources()
+    """CPU and memory of the container store, without the memory of versions. Values that are set replace the defaults of
+    docs/operations/sizing.md."""
+    scheduling: Placement = Placement()
+    """Node of the weight store. `spec.scheduling` does not apply to it, because the weight store needs no GPU."""
 
 
 class OnLoss(StrEnum):
@@ -98,12 +146,31 @@ class Weights(ApiModel):
             "has(self.maxStaleness) == (has(self.versionPolicy) && self.versionPolicy == 'MaxStaleness')",
             "weights.maxStaleness belongs to versionPolicy MaxStaleness: set both, or neither.",
             field=".maxStaleness",
-        )
+        ),
+        rule(
+            f"!{_is_staged('self')} || has(self.staging)",
+            "weights.transport Staged needs weights.staging.sizeLimit, the maximum bytes of one version: engine pods and the weight store"
+            " reserve room for it. Set it.",
+            field=".staging",
+        ),
+        rule(
+            f"(!has(self.staging) && !has(self.store)) || {_is_staged('self')}",
+            "weights.staging and weights.store belong to transport Staged: set the transport, or leave them out.",
+            field=".staging",
+        ),
+        rule(
+            f"!{_is_staged('self')} || !has(self.catchUp) || !has(self.catchUp.disk)",
+            "weights.transport Staged needs no weights.catchUp.disk: an engine that restarts loads the copy in its pod, or that of another"
+            " pod or of the weight store. Leave it out.",
+            field=".catchUp",
+        ),
     )
 
     transport: Transport = Transport.DISTRIBUTED
-    """`Distributed`: over a process group, or from disk if the trainer chooses it. `Disk`: only by `update_weights_from_disk`; calls about
-    process groups are refused. For engines with `parallelism.pipeline` or `data` above 1."""
+    """`Distributed`: over a process group with the engines, or from disk if the trainer chooses it. `Disk`: only by
+    `update_weights_from_disk`; calls about process groups are refused. For engines with `parallelism.data` above 1. `Staged`: the trainer
+    sends a version to the weight store, over a process group or HTTP; engine pods copy it while engines generate; then engines load
+    their copies in a short pause. A change restarts engines if the old or the new value is `Staged`."""
     backend: Backend = Backend.NCCL
     """Backend of the process group if the trainer names none. `gloo` for CPU engines."""
     pause_mode: PauseMode = PauseMode.RETRACT
@@ -141,3 +208,54 @@ class Weights(ApiModel):
     """Detection of a lost trainer."""
     catch_up: CatchUp = CatchUp()
     """Source of the committed version without the trainer."""
+    staging: Staging | None = None
+    """Copies of versions beside every engine; needed with transport `Staged`."""
+    store: Store | None = None
+    """The weight store, with transport `Staged`."""
+
+    @property
+    def is_staged(self) -> bool:
+        """True with transport `Staged`."""
+        return self.transport is Transport.STAGED
+
+
+LOADER_FLAGS = ("--custom-weight-loader", "--startup-weight-load-mode")
+"""Flags that engines with transport ``Staged`` cannot have: the operator sets the first, and SGLang refuses the second beside it."""
+
+
+def rules_of_transports() -> list[dict[str, str]]:
+    """Return the rules of ``spec`` about what each transport can do with the engines."""
+    transport = "(has(self.weights) && has(self.weights.transport) ? self.weights.transport : 'Distributed')"
+    staged = f"{transport} == 'Staged'"
+    return [
+        rule(
+            f"self.mode != 'Standalone' || self.engine.parallelism.data == 1 || {transport} == 'Disk'",
+            "engine.parallelism.data above 1 needs weights.transport Disk: SGLang takes the weights of such copies from disk only. Set it,"
+            " and have the trainer call update_weights_from_disk; or use more engines (replicas) instead of data.",
+            field=".engine",
+        ),
+        rule(
+            f"self.mode != 'Standalone' || self.engine.parallelism.pipeline == 1 || {transport} in ['Disk', 'Staged']",
+            "engine.parallelism.pipeline above 1 needs weights.transport Staged or Disk: SGLang cannot then take weights over a process"
+            " group. Set one of them, or use more tensor ranks instead of pipeline stages.",
+            field=".engine",
+        ),
+        rule(
+            f"!({staged}) || ({ONE_POD.replace('self.', 'self.engine.')})",
+            "weights.transport Staged needs engines of one pod: leave engine.nodes and engine.gpusPerPod out, or use transport Distributed"
+            " or Disk.",
+            field=".engine",
+        ),
+        rule(
+            f"!({staged}) || !has(self.engine.network) || !self.engine.network.hostNetwork",
+            "weights.transport Staged cannot be used with engine.network.hostNetwork: agents serve copies at a port of their pod, and"
+            " engines are in no process group that would need the network of the node. Leave hostNetwork out.",
+            field=".engine",
+        ),
+        rule(
+            f"!({staged}) || !({sets_flag(*LOADER_FLAGS, engine='self.engine')})",
+            f"With weights.transport Staged leave {' and '.join(LOADER_FLAGS)} out of engine.args: the operator sets the first, and SGLang"
+            " refuses both together.",
+            field=".engine",
+        ),
+    ]

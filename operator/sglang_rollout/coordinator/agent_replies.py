@@ -13,15 +13,40 @@ from sglang_rollout.coordinator.update.events import Result
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.sglang.checksums import parse_checksums
 from sglang_rollout.wire.agent import AgentStatus, CheckpointReply, PreflightReply
-from sglang_rollout.wire.ports import AGENT_ACK, AGENT_CHECKPOINT, AGENT_FENCE, AGENT_PREFLIGHT, AGENT_RUN, AGENT_SIGNATURE, AGENT_SYNC
+from sglang_rollout.wire.ports import (
+    AGENT_ACK,
+    AGENT_ACTIVATE,
+    AGENT_CHECKPOINT,
+    AGENT_FENCE,
+    AGENT_PREFLIGHT,
+    AGENT_RUN,
+    AGENT_SIGNATURE,
+    AGENT_STAGE,
+    AGENT_SYNC,
+    STORE_DROP,
+    STORE_FETCH,
+    STORE_JOIN,
+    STORE_LEAVE,
+    STORE_OPEN,
+    STORE_PREFLIGHT,
+    STORE_RECEIVE,
+    STORE_SEAL,
+    STORE_STATUS,
+)
+from sglang_rollout.wire.reasons import RefusalCode
+from sglang_rollout.wire.staged import ActivateReply, StoreStatus
 
 MAX_MESSAGE_CHARACTERS = 2000
-REPLIES: Mapping[str, type[AgentStatus | PreflightReply | CheckpointReply]] = {
-    **dict.fromkeys((AGENT_SYNC, AGENT_RUN, AGENT_SIGNATURE, AGENT_ACK, AGENT_FENCE), AgentStatus),
-    AGENT_PREFLIGHT: PreflightReply,
+STORE_PATHS = frozenset({STORE_STATUS, STORE_OPEN, STORE_JOIN, STORE_LEAVE, STORE_RECEIVE, STORE_SEAL, STORE_DROP, STORE_FETCH})
+"""Paths that the weight store answers with its status."""
+REPLIES: Mapping[str, type[AgentStatus | PreflightReply | CheckpointReply | ActivateReply | StoreStatus]] = {
+    **dict.fromkeys((AGENT_SYNC, AGENT_RUN, AGENT_SIGNATURE, AGENT_ACK, AGENT_FENCE, AGENT_STAGE), AgentStatus),
+    **dict.fromkeys(STORE_PATHS, StoreStatus),
+    **dict.fromkeys((AGENT_PREFLIGHT, STORE_PREFLIGHT), PreflightReply),
     AGENT_CHECKPOINT: CheckpointReply,
+    AGENT_ACTIVATE: ActivateReply,
 }
-"""Message with which an agent answers a call, by path."""
+"""Message with which an agent, or the weight store, answers a call, by path."""
 
 
 def parse_json(data: bytes) -> Any:
@@ -38,7 +63,7 @@ def parse_json(data: bytes) -> Any:
 def parse_result(path: str, status: int, body: Any) -> Result:
     """Return the result of a call at ``path``. ``body`` is a reply of the agent, or of the engine that the agent has called."""
     if not 200 <= status < 300:
-        return Result(ok=False, status=status, message=_message(body) or f"HTTP {status}.")
+        return _failed_result(path, status, body)
     fields = body if isinstance(body, dict) else {}
     if path in REPLIES:
         return _reply_result(path, status, fields)
@@ -47,6 +72,15 @@ def parse_result(path: str, status: int, body: Any) -> Result:
     if ok and path == ControlCall.CHECK_WEIGHTS.path:
         return _checksum_result(status, body)
     return Result(ok=ok, status=status, message=_message(body))
+
+
+def _failed_result(path: str, status: int, body: Any) -> Result:
+    """Return the result of a call that was refused or failed."""
+    fields = body if isinstance(body, dict) else {}
+    named = fields.get("code") if path in STORE_PATHS else None
+    code = next((code for code in RefusalCode if code.value == named), None)
+    wrote = path != AGENT_ACTIVATE or fields.get("wrote") is not False
+    return Result(ok=False, status=status, message=_message(body) or f"HTTP {status}.", code=code, wrote=wrote)
 
 
 def _reply_result(path: str, status: int, fields: Mapping[str, Any]) -> Result:
@@ -58,6 +92,11 @@ def _reply_result(path: str, status: int, fields: Mapping[str, Any]) -> Result:
         return Result(ok=False, status=status, message=f"the answer of its agent is not valid (fields {where}).")
     if isinstance(reply, AgentStatus):
         return Result(ok=True, status=status, agent=reply)
+    if isinstance(reply, StoreStatus):
+        return Result(ok=True, status=status, store=reply)
+    if isinstance(reply, ActivateReply):
+        checksums = tuple(reply.checksums) if reply.checksums is not None else None
+        return Result(ok=True, status=status, checksums=checksums, flushed=reply.flushed)
     result = Result(ok=True, status=status)
     if reply.refusal is not None:
         result = Result(ok=False, status=status, message=reply.refusal.message, code=reply.refusal.code)

@@ -16,12 +16,15 @@ import aiohttp
 from tenacity import AsyncRetrying, RetryError, retry_if_exception_type, stop_after_delay, wait_exponential
 
 from sglang_rollout.coordinator.agent_replies import parse_json, parse_result
+from sglang_rollout.coordinator.tickets import complete_bodies, upload_ticket
 from sglang_rollout.coordinator.update.events import Result, Send
 from sglang_rollout.coordinator.update.requests import Body
 from sglang_rollout.coordinator.update.steps import SLOWEST_FACTOR
+from sglang_rollout.coordinator.update.store import STORE
 from sglang_rollout.credentials import Credentials
 from sglang_rollout.wire.agent import AgentStatus, SyncRequest
-from sglang_rollout.wire.ports import AGENT_RUN, AGENT_SYNC, DEADLINE_HEADER, TERM_HEADER
+from sglang_rollout.wire.ports import AGENT_RUN, AGENT_SYNC, DEADLINE_HEADER, STORE_STATUS, TERM_HEADER
+from sglang_rollout.wire.staged import StoreStatus
 
 SYNC_DEADLINE_SECONDS = 2.0
 CONNECT_DEADLINE_SECONDS = 5.0
@@ -40,7 +43,26 @@ FindCredentials = Callable[[str], Credentials]
 class Agents:
     """Calls agents by engine name. Calls ``on_outranked`` with the term of an agent that refused this coordinator's lower term."""
 
-    def __init__(self, *, address: Address, credentials: FindCredentials, term: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        *,
+        address: Address,
+        credentials: FindCredentials,
+        term: Callable[[], int],
+        key: Credentials | None = None,
+        data_url: Address = lambda name: None,
+    ) -> None:
+        """Create the client.
+
+        Args:
+            address: Finds the base URL of a peer: of an engine's gate, or of the weight store.
+            credentials: Finds the credentials of a peer.
+            term: Returns the coordinator's term.
+            key: Key of the rollout, from which tickets are derived. None: the fleet has no weight store.
+            data_url: Finds the base URL of a peer's data port.
+        """
+        self._key = key
+        self._data_url = data_url
         self._address = address
         self._credentials = credentials
         self._term = term
@@ -70,7 +92,7 @@ class Agents:
         """
         tasks = {
             asyncio.create_task(self._call_once_or_retry(name, effect, body), name=f"{effect.path} {name}"): name
-            for name, body in _encode_bodies(effect.bodies).items()
+            for name, body in _encode_bodies(self._complete(effect)).items()
         }
         results: dict[str, Result] = {}
         loop = asyncio.get_running_loop()
@@ -99,6 +121,20 @@ class Agents:
             for task in waiting:
                 task.cancel()
         return {name: results[name] for name in effect.bodies}
+
+    def _complete(self, effect: Send) -> Mapping[str, Body]:
+        """Return the bodies with tickets and addresses."""
+        return effect.bodies if self._key is None else complete_bodies(effect.path, effect.bodies, self._key, self._data_url)
+
+    def upload_ticket(self, update: str) -> str:
+        """Return the ticket for the trainer that uploads a version."""
+        if self._key is None:
+            raise RuntimeError("a coordinator without the rollout's key gives no tickets")
+        return upload_ticket(self._key, update)
+
+    async def poll_store(self) -> StoreStatus | None:
+        """Return the status of the weight store; None if it does not answer."""
+        return (await self.call(STORE, STORE_STATUS, {}, SYNC_DEADLINE_SECONDS)).store
 
     async def sync(self, name: str, request: SyncRequest) -> AgentStatus | None:
         """Send an agent the committed version and return its status; None if it does not answer."""

@@ -30,6 +30,7 @@ from sglang_rollout.coordinator.update.events import (
     Save,
     Seen,
     Send,
+    StoreSeen,
     Tick,
     Wanted,
     Write,
@@ -38,6 +39,7 @@ from sglang_rollout.coordinator.update.events import (
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.phases import Phase
 from sglang_rollout.coordinator.update.requests import Answer, Request
+from sglang_rollout.coordinator.update.store import STORE
 from sglang_rollout.coordinator.wanted_engines import WantedEngines
 from sglang_rollout.wire.reasons import RefusalCode
 from sglang_rollout.wire.record import Isolation, UpdateOutcome
@@ -334,8 +336,12 @@ class Driver:
                 running = self._syncing.get(name)
                 if (running is None or running.done()) and not self._can_skip_sync(name):
                     self._syncing[name] = asyncio.create_task(self._sync(name), name=f"sync {name}")
-            for name in [name for name in self._syncing if name not in names]:
+            polls_store = machine is not None and machine.fleet.store is not None
+            for name in [name for name in self._syncing if name not in names and not (name == STORE and polls_store)]:
                 self._syncing.pop(name).cancel()
+            polling = self._syncing.get(STORE)
+            if polls_store and (polling is None or polling.done()):
+                self._syncing[STORE] = asyncio.create_task(self._poll_store(), name=f"poll {STORE}")
             await asyncio.sleep(SYNC_SECONDS)
 
     def _can_skip_sync(self, name: str) -> bool:
@@ -358,6 +364,17 @@ class Driver:
             sync = machine.fleet.sync_request(name)
             status = await self._agents.sync(name, sync)
             self.feed(Seen(name, status, sync.seq, time.monotonic()))
+        except Exception as error:  # noqa: BLE001 - _fail reports it and ends the process
+            self._fail(error)
+
+    async def _poll_store(self) -> None:
+        """Ask the weight store for its status."""
+        machine = self._machine
+        if machine is None:
+            return
+        seq = machine.fleet.next_seq()
+        try:
+            self.feed(StoreSeen(await self._agents.poll_store(), seq, time.monotonic()))
         except Exception as error:  # noqa: BLE001 - _fail reports it and ends the process
             self._fail(error)
 

@@ -30,6 +30,7 @@ from sglang_rollout.coordinator.engine_infos import EngineInfos
 from sglang_rollout.coordinator.http.app import Parts, make_app, make_pod_app
 from sglang_rollout.coordinator.http.control import routes as control_routes
 from sglang_rollout.coordinator.http.info import routes as info_routes
+from sglang_rollout.coordinator.http.uploads import routes as upload_routes
 from sglang_rollout.coordinator.isolation import IsolationCheck
 from sglang_rollout.coordinator.leadership import DeposedError, FileLeadership, Leadership, LeaseLeadership
 from sglang_rollout.coordinator.metrics import Metrics
@@ -116,7 +117,13 @@ async def serve(options: Options, key: Credentials) -> None:
         wanted_engines = WantedEngines(source, kube=kube, namespace=options.namespace, name=options.name)
         pods = PodTable(options.namespace, time.time)
         credentials = partial(find_credentials, key, pods, options.name)
-        agents = Agents(address=wanted_engines.url, credentials=credentials, term=lambda: driver.term)
+        agents = Agents(
+            address=wanted_engines.url,
+            credentials=lambda name: credentials(wanted_engines.credential_name(name)),
+            term=lambda: driver.term,
+            key=key,
+            data_url=wanted_engines.data_url,
+        )
         driver = Driver(
             name=options.name,
             wanted_engines=wanted_engines,
@@ -149,7 +156,7 @@ async def serve(options: Options, key: Credentials) -> None:
         )  # fmt: skip
         await agents.start()
         stack.push_async_callback(agents.close)
-        await _listen(stack, make_app(parts, [*info_routes, *control_routes]), options.listen)
+        await _listen(stack, make_app(parts, [*info_routes, *control_routes, *upload_routes]), options.listen)
         if options.pod_listen is not None:
             await _listen(stack, make_pod_app(parts, info_routes), options.pod_listen)
         log.info("coordinator of %s/%s listens on %s", options.namespace, options.name, options.listen)

@@ -11,15 +11,17 @@ import logging
 from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 from typing import Protocol
+from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 
 from sglang_rollout.api.intent import Intent
+from sglang_rollout.coordinator.update.store import STORE
 from sglang_rollout.kube.client import Kube
 from sglang_rollout.kube.errors import KubeError
 from sglang_rollout.kube.resources import CONFIGMAPS, ENDPOINTSLICES, Object
 from sglang_rollout.kube.watch import follow
-from sglang_rollout.wire.ports import GATE_PORT
+from sglang_rollout.wire.ports import GATE_PORT, STAGING_PORT
 
 log = logging.getLogger(__name__)
 
@@ -100,6 +102,12 @@ def gate_url(address: str, port: int | None = None) -> str:
     return f"http://{host}:{port or GATE_PORT}"
 
 
+def staging_url(url: str) -> str:
+    """Return the URL of the data port of the agent in the pod at this URL."""
+    host = urlsplit(url).hostname or ""
+    return gate_url(host, STAGING_PORT)
+
+
 class WantedEngines:
     """Follows the intent and the addresses. Calls ``on_change`` with the intent and the names of engines that have an address."""
 
@@ -110,12 +118,25 @@ class WantedEngines:
         self._service = f"{name}-engines"
         self._pods: dict[str, str] | None = None if kube is not None else {}
         self._urls: dict[str, str] = {}
+        self._data_urls: dict[str, str] = {}
         self.intent: Intent | None = None
         self.on_change: Callable[[Intent, frozenset[str]], None] = lambda intent, addressed: None
 
     def url(self, name: str) -> str | None:
-        """Return the base URL of an engine's gate; None if its head pod has no address."""
+        """Return the base URL of an engine's gate; None if its head pod has no address. For the weight store: of its calls."""
+        if name == STORE:
+            return self.intent.store.url.rstrip("/") if self.intent is not None and self.intent.store is not None else None
         return self._urls.get(name)
+
+    def data_url(self, name: str) -> str | None:
+        """Return the base URL of the data port of an engine's agent, or of the weight store; None if it has no address."""
+        if name == STORE:
+            return self.intent.store.data_url.rstrip("/") if self.intent is not None and self.intent.store is not None else None
+        return self._data_urls.get(name)
+
+    def credential_name(self, name: str) -> str:
+        """Return the name from which the credential of an engine, or of the weight store, is derived."""
+        return self.intent.store.name if name == STORE and self.intent is not None and self.intent.store is not None else name
 
     async def run(self) -> None:
         """Follow the intent and the addresses forever."""
@@ -143,14 +164,17 @@ class WantedEngines:
         if self.intent is None or self._pods is None:
             return
         urls: dict[str, str] = {}
+        data_urls: dict[str, str] = {}
         for engine in self.intent.engines:
             pod = self._pods.get(f"{engine.name}-0")
             url = engine.url or (gate_url(pod, engine.port) if pod is not None else None)
             if url is not None:
                 urls[engine.name] = url.rstrip("/")
+                data_urls[engine.name] = (engine.data_url or staging_url(url)).rstrip("/")
         if any(self._urls.get(name) != url for name, url in urls.items()):
             log.info("engines: %s", ", ".join(f"{name}={url}" for name, url in urls.items()) or "none has an address")
         # An engine that left the intent keeps its address, because it may still take part in an update.
         names = {engine.name for engine in self.intent.engines}
         self._urls = {**{name: url for name, url in self._urls.items() if name not in names}, **urls}
+        self._data_urls = data_urls
         self.on_change(self.intent, frozenset(urls))

@@ -15,7 +15,7 @@ from sglang_rollout.coordinator.http.app import CALLER, PARTS, fail, refuse
 from sglang_rollout.coordinator.update.control_calls import AT_ENGINES
 from sglang_rollout.coordinator.update.events import Send
 from sglang_rollout.coordinator.update.lease import is_holder
-from sglang_rollout.coordinator.update.requests import AtEngine, Call, Continue, NewRun, OpenGroup, Request
+from sglang_rollout.coordinator.update.requests import Answer, AtEngine, Call, Continue, NewRun, OpenGroup, Request
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.ports import FLEET_CLAIM, FLEET_ENGINES, FLEET_LEASE, FLEET_RUN, VERSION_HEADER
 from sglang_rollout.wire.reasons import RefusedError, reason_phrase
@@ -32,8 +32,12 @@ ONE_PROCESS = (
 
 async def reply_to(request: web.Request, asked: Request) -> web.Response:
     """Ask the state machine and return its answer in SGLang's shape."""
+    return answer_to(request, asked, await request.app[PARTS].driver.ask(asked, str(request[CALLER])))
+
+
+def answer_to(request: web.Request, asked: Request, answer: Answer) -> web.Response:
+    """Return an answer of the state machine in SGLang's shape."""
     parts = request.app[PARTS]
-    answer = await parts.driver.ask(asked, str(request[CALLER]))
     if not answer.success:
         return fail(answer.status, answer.message, dict(answer.fleet) or None, answer.code)
     headers = {}

@@ -19,6 +19,7 @@ from sglang_rollout.coordinator.update.requests import (
     Begin,
     Claim,
     CloseGroup,
+    CommitUpload,
     Continue,
     End,
     Flush,
@@ -32,15 +33,19 @@ from sglang_rollout.coordinator.update.requests import (
     Tensors,
     UnloadAdapter,
     Update,
+    Upload,
 )
 from sglang_rollout.coordinator.update.versions import MAX_LABEL_CHARACTERS
 from sglang_rollout.sglang.api import DEFAULT_PAUSE_MODE, DISK_LOAD_FORMATS, MEMORY_TAGS, PAUSE_MODES, TENSOR_LOAD_FORMATS, ControlCall
 from sglang_rollout.wire import find_lone_surrogate
 from sglang_rollout.wire.reasons import RefusedError, quote_value
 from sglang_rollout.wire.signed import SignedVersion
+from sglang_rollout.wire.staged import MAX_SHARDS, Shard
 from sglang_rollout.wire.trainer import ControlReply
 
 MAX_FLUSH_SECONDS = 60.0
+STAGED, COMMITTED = "staged", "committed"
+"""Values of ``wait`` in ``POST /fleet/updates/{update}/commit``: the state of the version in which the call is answered."""
 MAX_ADAPTER_CHARACTERS = 256
 MAX_PATH_CHARACTERS = 4096
 ADAPTER_FIELDS = ("lora_name", "lora_path", "pinned")
@@ -92,9 +97,12 @@ def pause(body: Fields) -> Request:
 
 def begin(body: Fields) -> Begin:
     """``/begin_weight_update``. ``signed`` is a field of this project."""
-    forwarded = {key: value for key, value in body.items() if key != "signed"}
+    return Begin({key: value for key, value in body.items() if key != "signed"}, _signed(body))
+
+
+def _signed(body: Fields) -> SignedVersion | None:
     if "signed" not in body:
-        return Begin(forwarded)
+        return None
     try:
         signed = SignedVersion.model_validate(body["signed"])
     except ValidationError as error:
@@ -102,15 +110,42 @@ def begin(body: Fields) -> Begin:
         where = ".".join(map(str, ("signed", *problem["loc"])))
         raise RefusedError(f"{where}: {problem['msg']}.") from None
     _label(signed.label, "signed.label")
-    return Begin(forwarded, signed)
+    return signed
 
 
 def end(body: Fields) -> End:
     """``/end_weight_update``. ``checksums`` is a field of this project."""
+    return End(_checksums(body))
+
+
+def upload(body: Fields) -> Upload:
+    """``POST /fleet/updates``."""
+    shards = body.get("shards")
+    if not isinstance(shards, list) or not 0 < len(shards) <= MAX_SHARDS:
+        raise RefusedError(
+            f'shards is missing: it must be a list of 1 to {MAX_SHARDS} objects, {{"tensors": [{{"name", "dtype", "shape"}}]}}.'
+        )
+    try:
+        parsed = tuple(Shard.model_validate(shard) for shard in shards)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        raise RefusedError(f"shards: {'.'.join(map(str, problem['loc']))}: {problem['msg']}.") from None
+    return Upload(parsed, _label(body.get("label"), "label"), _signed(body))
+
+
+def commit_upload(update: str, body: Fields) -> CommitUpload:
+    """``POST /fleet/updates/{update}/commit``."""
+    wait = body.get("wait", COMMITTED)
+    if wait not in (STAGED, COMMITTED):
+        raise RefusedError(f"wait {quote_value(wait)} is not known: use {STAGED} or {COMMITTED}.")
+    return CommitUpload(update, wait == COMMITTED, _checksums(body))
+
+
+def _checksums(body: Fields) -> dict[int, tuple[str, ...]]:
     checksums = body.get("checksums") or {}
     if not isinstance(checksums, dict):
         raise RefusedError(_CHECKSUMS)
-    return End(dict(_checksums_entry(size, ranks) for size, ranks in checksums.items()))
+    return dict(_checksums_entry(size, ranks) for size, ranks in checksums.items())
 
 
 _CHECKSUMS = 'checksums must be an object: all ranks\' checksums by an engine\'s tensor parallel size, {"2": ["ab12…", "cd34…"]}.'

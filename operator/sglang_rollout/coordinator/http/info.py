@@ -14,6 +14,7 @@ from sglang_rollout.coordinator.http.app import PARTS, Parts, refusal_response, 
 from sglang_rollout.coordinator.http.dialects import parse, weights_by_name
 from sglang_rollout.coordinator.update import adapters as lora
 from sglang_rollout.coordinator.update.membership import why_incomplete
+from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.signatures import next_signing
 from sglang_rollout.sglang.api import MODEL_INFO, MODELS, SERVER_INFO
 from sglang_rollout.wire.access import CALLER_HEADER, RELAYED_CALLER_HEADER, PathKind
@@ -31,7 +32,7 @@ from sglang_rollout.wire.ports import (
 from sglang_rollout.wire.reasons import Refusal, RefusedError, reason_phrase
 from sglang_rollout.wire.serving import Serving
 from sglang_rollout.wire.states import Version
-from sglang_rollout.wire.trainer import FleetDocument, FleetMember, ModelTensors
+from sglang_rollout.wire.trainer import FleetDocument, FleetMember, ModelTensors, StoreRow
 
 SECRETS = ("api_key", "admin_api_key")
 LOADS_DEADLINE_SECONDS = 5.0
@@ -59,6 +60,7 @@ def make_document(parts: Parts, label: str | None = None) -> FleetDocument:
                 routed=url in parts.workers.routed,
                 sglang_version=engine.status.sglang_version if engine.status is not None else None,
                 nccl=engine.status.nccl if engine.status is not None else None,
+                staged=engine.status.staged if engine.status is not None else [],
             )
         )
     return FleetDocument(
@@ -79,9 +81,20 @@ def make_document(parts: Parts, label: str | None = None) -> FleetDocument:
         adapters=lora.rows(fleet),
         state=fleet.applied_state,
         held=fleet.why_not_generating,
+        transport=fleet.policy.transport.value,
+        update=fleet.update.staged.id if fleet.update is not None and fleet.update.staged is not None else None,
+        store=_store_row(fleet),
         signing=next_signing(fleet, label),
         urls={"control": parts.public_url, "data": parts.generate_url},
     )
+
+
+def _store_row(fleet: Fleet) -> StoreRow | None:
+    store = fleet.store
+    if store is None:
+        return None
+    copies = store.status.copies if store.status is not None else []
+    return StoreRow(up=store.is_up, instance=store.instance, copies=copies, message=store.note)
 
 
 async def make_server_info(parts: Parts) -> dict[str, Any]:

@@ -88,7 +88,7 @@ def next_call(fleet: Fleet) -> tuple[str, Mapping[str, Body]] | None:
     fresh = {name: engine for name, engine in fleet.engines.items() if fleet.has_news(name)}
     for engine in fresh.values():
         _forget_troubles(engine, goal)
-    if fleet.update is not None or fleet.applied_state is FleetState.ASLEEP:
+    if not fleet.is_at_rest or fleet.applied_state is FleetState.ASLEEP:
         return None
     unload: dict[str, Body] = {}
     load: dict[str, Body] = {}

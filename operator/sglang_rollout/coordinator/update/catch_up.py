@@ -1,6 +1,6 @@
-"""How an engine that does not hold the committed version loads it without the trainer. Pure.
+"""How an engine that does not hold the committed version loads it without the trainer: from disk, or from a staged copy. Pure.
 
-*Where from* (:func:`find_checkpoint`), *who and when* (:func:`next_engine`) and *how* (:func:`catch_up`) are separate. An engine that
+*Where from* (:func:`find_source`), *who and when* (:func:`next_engine`) and *how* (:func:`catch_up`) are separate. An engine that
 catches up is no member meanwhile: pushes of the trainer continue without it. Catching up runs beside other operations and takes the turn
 only for its last step, so that the gate opens in a fleet that is at rest.
 """
@@ -11,18 +11,21 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from sglang_rollout.api.weights_spec import Verify
+from sglang_rollout.coordinator.update.activation import activate
 from sglang_rollout.coordinator.update.engine import Engine
 from sglang_rollout.coordinator.update.events import Result
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.requests import Answer, Body
-from sglang_rollout.coordinator.update.steps import CHECKPOINT_MARGIN_SECONDS, same_body, send, send_and_mark_dirty, sync, turn
+from sglang_rollout.coordinator.update.staging import MAX_PEERS, holders, kept_updates, parents_of_one, stage_body
+from sglang_rollout.coordinator.update.steps import CHECKPOINT_MARGIN_SECONDS, fence, same_body, send, send_and_mark_dirty, sync, turn
+from sglang_rollout.coordinator.update.store import STORE
 from sglang_rollout.coordinator.update.verify import checksums_of_holders
 from sglang_rollout.coordinator.update.versions import order_key
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.sglang.checksums import CHECKSUM, Checksums
 from sglang_rollout.wire.agent import AckRequest, CheckpointRequest
-from sglang_rollout.wire.ports import AGENT_ACK, AGENT_CHECKPOINT
-from sglang_rollout.wire.states import EngineState, FleetState, Version
+from sglang_rollout.wire.ports import AGENT_ACK, AGENT_CHECKPOINT, AGENT_RUN, AGENT_STAGE, STORE_FETCH
+from sglang_rollout.wire.states import EngineState, FleetState, StagedVersion, Version
 
 VERSION_PLACEHOLDER = "{version}"
 """In ``weights.catchUp.disk``: stands for the version's label."""
@@ -44,8 +47,15 @@ class _FailedError(Exception):
     """The engine could not catch up. The message says why, without the name of the engine."""
 
 
-def find_checkpoint(fleet: Fleet) -> Checkpoint | None:
+def find_source(fleet: Fleet) -> Checkpoint | StagedVersion | None:
     """Return where the committed version can be loaded from; None: only the trainer has it."""
+    if fleet.is_staged and fleet.weights.staged is not None:
+        return fleet.weights.staged
+    return find_checkpoint(fleet)
+
+
+def find_checkpoint(fleet: Fleet) -> Checkpoint | None:
+    """Return the checkpoint of the committed version; None: there is none."""
     version, limit = fleet.committed, fleet.policy.deadlines.update_seconds
     if version is None or version.is_base:
         return None
@@ -62,7 +72,7 @@ def find_checkpoint(fleet: Fleet) -> Checkpoint | None:
 
 def next_engine(fleet: Fleet) -> str | None:
     """Return the engine that begins to catch up now: the longest waiting first, as many at a time as the policy allows."""
-    if fleet.update is not None or fleet.pause is not None or fleet.applied_state is FleetState.ASLEEP or find_checkpoint(fleet) is None:
+    if not fleet.is_at_rest or fleet.pause is not None or fleet.applied_state is FleetState.ASLEEP or find_source(fleet) is None:
         return None
     if sum(engine.is_catching_up for engine in fleet.engines.values()) >= fleet.policy.catch_up.parallel:
         return None
@@ -74,28 +84,37 @@ def _needs_catch_up(fleet: Fleet, name: str) -> bool:
     engine = fleet.engines[name]
     if not engine.member or engine.status is None or engine.released or fleet.now < engine.retry_at:
         return False
-    if engine.status.session or (engine.status.paused and fleet.applied_state is FleetState.ACTIVE):
+    if engine.foreign is not None and engine.foreign == engine.boot:
+        return False
+    # A staged copy may be loaded by the agent itself at this time; the coordinator's call then waits for it.
+    by_agent = isinstance(find_source(fleet), StagedVersion)
+    if not by_agent and (engine.status.session or (engine.status.paused and fleet.applied_state is FleetState.ACTIVE)):
         return False  # its session or pause must end first
     held = engine.status.version if engine.status.state is EngineState.CLEAN else None
     served = [fleet.committed, *fleet.tolerated()]
     return held is None or order_key(held) not in {order_key(version) for version in served if version is not None}
 
 
-async def catch_up(fleet: Fleet, name: str, found: Checkpoint) -> Answer:
+async def catch_up(fleet: Fleet, name: str, found: Checkpoint | StagedVersion) -> Answer:
     """Load the committed version on one engine. The caller has marked the engine ``is_catching_up``."""
     engine, version = fleet.engines[name], fleet.committed
     if version is None:
         raise RuntimeError("no engine can catch up before the committed version is proved")
-    engine.note = f"it loads version {version.label} from {found.request.path}."
+    engine.note = f"it loads version {version.label} from {_describe(found)}."
     names: Iterable[str] = ()
     try:
         if engine.signed_only and fleet.weights.signed is None:
             raise _FailedError("that version is not signed, and this fleet accepts signed versions only")
-        folder = await _check_folder(fleet, engine, found)
-        names = folder.names or ()
-        await _load(fleet, engine, folder.path or found.request.path, version)
-        await turn()
-        await _open_gate(fleet, engine, version)
+        if isinstance(found, StagedVersion):
+            await _load_copy(fleet, engine, found, version)
+            await turn()
+            await _rejoin(fleet, engine, version)
+        else:
+            folder = await _check_folder(fleet, engine, found)
+            names = folder.names or ()
+            await _load(fleet, engine, folder.path or found.request.path, version)
+            await turn()
+            await _open_gate(fleet, engine, version)
     except _FailedError as error:
         # The folder may hold something else than it should. The next update of this engine must bring these tensors.
         fleet.weights.announced.add(names)
@@ -111,6 +130,90 @@ async def catch_up(fleet: Fleet, name: str, found: Checkpoint) -> Answer:
         engine.is_catching_up = False
     engine.tries, engine.note = 0, ""
     return Answer(200, f"engine {name} has caught up with version {version}")
+
+
+def _describe(found: Checkpoint | StagedVersion) -> str:
+    return "a staged copy" if isinstance(found, StagedVersion) else found.request.path
+
+
+# --- from a staged copy ----------------------------------------------------------------------------------------------
+
+
+async def _load_copy(fleet: Fleet, engine: Engine, found: StagedVersion, version: Version) -> None:
+    """Copy the version into the engine's pod, from peers or the weight store if the pod does not have it, and load it."""
+    name, boot, limits = engine.wanted.name, engine.boot, fleet.policy.deadlines
+    body = stage_body(fleet, found.update, parents_of_one(fleet, found, name), digest=found.digest, version=version)
+    results = await send(AGENT_STAGE, {name: body}, limits.stage_seconds + CHECKPOINT_MARGIN_SECONDS, idempotent=True)
+    if not results[name].ok:
+        raise _FailedError(f"its pod has no copy: {results[name].message.rstrip('.')}")
+    if fleet.engines.get(name) is not engine or boot is None or engine.boot != boot:
+        raise _FailedError("the engine was restarted meanwhile")
+    if fleet.weights.staged != found:
+        raise _FailedError("another version was committed meanwhile")
+    signed = fleet.weights.signed
+    ack = AckRequest(version=version, boot_id=boot, cohort=[name], signed=signed)
+    right = fleet.weights.checksums.get(engine.tensor_size)
+    verifies = fleet.policy.verify is not Verify.OFF
+    expected = {name: right if verifies else None}
+    result = (await activate(fleet, found, {name: ack}, expected, checksums=verifies))[name]
+    if not result.ok:
+        raise _FailedError(f"the engine did not load its copy: {result.message.rstrip('.')}")
+    if verifies and right is not None and result.checksums != right:
+        await send_and_mark_dirty(fleet, ControlCall.BEGIN_UPDATE.path, same_body([name]), limits.pause_seconds)
+        await fence(fleet, [name], "the engine holds other weights than its copy")
+        raise _FailedError("it then held other weights than the engines that loaded the same version")
+
+
+async def _rejoin(fleet: Fleet, engine: Engine, version: Version) -> None:
+    """Resume an engine that has loaded its copy, and acknowledged it. In a paused fleet it stays paused."""
+    name = engine.wanted.name
+    if fleet.engines.get(name) is not engine or not engine.holds(version):
+        raise _FailedError("the engine is gone, or was restarted meanwhile")
+    if fleet.pause is not None:
+        fleet.pause.engines = tuple(dict.fromkeys([*fleet.pause.engines, name]))
+    if fleet.pause is not None or fleet.applied_state is not FleetState.ACTIVE:
+        await sync(fleet, [name])
+        return
+    body = fleet.sync_request().model_dump(mode="json")
+    resumed = await _call_one(name, AGENT_RUN, body, fleet.policy.deadlines.pause_seconds)
+    if not resumed.ok:
+        await fence(fleet, [name], "the engine did not resume after it had loaded its copy")
+        raise _FailedError(f"it could not be resumed: {resumed.message.rstrip('.')}")
+
+
+# --- into the weight store -------------------------------------------------------------------------------------------
+
+
+def find_for_store(fleet: Fleet) -> StagedVersion | None:
+    """Return the committed version if the weight store lacks it and agents hold it; None if there is nothing to copy now."""
+    store, version = fleet.store, fleet.weights.staged
+    if not fleet.is_staged or store is None or version is None or not store.is_up or store.is_fetching or fleet.now < store.retry_at:
+        return None
+    if version.update not in kept_updates(fleet):
+        return None  # the open update needs the room
+    return None if store.holds(version) or not holders(fleet, version) else version
+
+
+async def fill_store(fleet: Fleet, version: StagedVersion) -> Answer:
+    """Copy the committed version into a weight store that lost it. The caller has marked the store ``is_fetching``."""
+    store, deadline = fleet.store, fleet.policy.deadlines.stage_seconds
+    if store is None:
+        raise RuntimeError("there is no weight store to copy into")
+    try:
+        body = stage_body(fleet, version.update, holders(fleet, version)[:MAX_PEERS], digest=version.digest, version=fleet.committed)
+        result = (await send(STORE_FETCH, {STORE: body}, deadline + CHECKPOINT_MARGIN_SECONDS))[STORE]
+    finally:
+        store.is_fetching = False
+    if result.ok:
+        store.tries, store.note = 0, ""
+        return Answer(200, "The weight store holds the committed version again.")
+    pause = min(FIRST_RETRY_SECONDS * 2**store.tries, LONGEST_RETRY_SECONDS)
+    store.tries, store.retry_at = store.tries + 1, fleet.now + pause
+    store.note = f"it could not copy the committed version from the agents: {result.message.rstrip('.')}. It tries again in {pause:.0f} s."
+    return Answer(500, f"the weight store: {store.note}")
+
+
+# --- from disk -------------------------------------------------------------------------------------------------------
 
 
 async def _check_folder(fleet: Fleet, engine: Engine, found: Checkpoint) -> Result:

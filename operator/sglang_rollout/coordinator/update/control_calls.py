@@ -16,7 +16,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_rollout.coordinator.update import adapters, hybrid, memory, process_groups, signatures, sources, transaction
+from sglang_rollout.api.weights_spec import Transport
+from sglang_rollout.coordinator.update import adapters, hybrid, memory, process_groups, signatures, sources, staged, transaction
 from sglang_rollout.coordinator.update import requests as rq
 from sglang_rollout.coordinator.update.interruption import Cause
 from sglang_rollout.coordinator.update.lease import is_holder
@@ -31,9 +32,9 @@ from sglang_rollout.wire.reasons import RefusedError
 from sglang_rollout.wire.record import UpdateReason
 from sglang_rollout.wire.states import BY_HANDLES, KEEPS_WEIGHTS, FleetMode
 
-ANY = frozenset({Phase.IDLE, Phase.PAUSE, Phase.TRANSFER})
+ANY = frozenset({Phase.IDLE, Phase.PAUSE, Phase.TRANSFER, Phase.STAGE})
 NO_UPDATE = frozenset({Phase.IDLE, Phase.PAUSE})
-UPDATE_OPEN = frozenset({Phase.TRANSFER})
+UPDATE_OPEN = frozenset({Phase.TRANSFER, Phase.STAGE})
 
 OWN_GPUS = "An engine of this fleet takes no calls of its own (spec.mode: Standalone): call the fleet's URL, which is one for all engines."
 FLEET_ONLY = "this call is for the fleet's URL, which is one for all engines."
@@ -131,7 +132,7 @@ STANDALONE: Table = {
     rq.Flush: Handler(transaction.flush),
     rq.SetLabel: Handler(
         transaction.set_label,
-        frozenset({Phase.PAUSE, Phase.TRANSFER}),
+        UPDATE_OPEN | {Phase.PAUSE},
         Refuse(
             "no weight update is open, and committed weights keep their version: send new_version before"
             " end_weight_update, or weight_version with the tensors."
@@ -145,6 +146,14 @@ STANDALONE: Table = {
         Refuse("a weight update is open: end it before one from disk."),
         prepare=sources.check_checkpoint,
     ),
+    **dict.fromkeys(
+        (rq.Upload, rq.CommitUpload, rq.WithdrawUpload),
+        Refuse(
+            "This fleet takes no uploads: only a fleet with weights.transport Staged has a weight store. Open a process group with"
+            " init_weights_update_group, or call update_weights_from_disk.",
+            400,
+        ),
+    ),
     rq.Claim: Handler(transaction.claim),
     rq.LoadAdapter: Handler(
         adapters.load,
@@ -157,9 +166,36 @@ STANDALONE: Table = {
     rq.ResumeMemory: Handler(memory.resume),
 }
 """A fleet with GPUs of its own."""
+STAGED: Table = {
+    **STANDALONE,
+    rq.Begin: Handler(
+        staged.begin,
+        NO_UPDATE,
+        Abandon("the trainer began again without ending its update"),
+        prepare=signatures.check_begin,
+    ),
+    rq.Update: Handler(staged.receive),
+    rq.FromDisk: Refuse(
+        "This fleet loads no checkpoints from disk (weights.transport: Staged): upload the tensors with POST /fleet/updates, or send them"
+        " through a process group.",
+        400,
+    ),
+    rq.Upload: Handler(
+        staged.open_upload,
+        NO_UPDATE,
+        Abandon("the trainer began an upload without ending its update"),
+        prepare=staged.check_upload,
+    ),
+    rq.CommitUpload: Handler(staged.commit_upload),
+    rq.WithdrawUpload: Handler(staged.withdraw_upload),
+}
+"""A fleet with GPUs of its own whose tensors go to the weight store first (``weights.transport: Staged``)."""
 
 _NO_WEIGHTS: Table = dict.fromkeys(
-    (rq.OpenGroup, rq.CloseGroup, rq.Begin, rq.Update, rq.Tensors, rq.End, rq.SetLabel, rq.NewRun, rq.FromDisk),
+    (
+        *(rq.OpenGroup, rq.CloseGroup, rq.Begin, rq.Update, rq.Tensors, rq.End, rq.SetLabel, rq.NewRun, rq.FromDisk),
+        *(rq.Upload, rq.CommitUpload, rq.WithdrawUpload),
+    ),
     Refuse(KEEPS_WEIGHTS, 400),
 )
 _RELEASE = Handler(
@@ -218,12 +254,13 @@ AT_HYBRID_ENGINE: Table = {
     rq.ResumeMemory: _RESUME_HYBRID,
 }
 """One engine of such a fleet."""
-TABLES: Mapping[FleetMode | None, tuple[Table, Table]] = {
+TABLES: Mapping[FleetMode | Transport | None, tuple[Table, Table]] = {
     None: (STANDALONE, {}),
+    Transport.STAGED: (STAGED, {}),
     FleetMode.COLOCATED: (COLOCATED, AT_COLOCATED_ENGINE),
     FleetMode.HYBRID: (HYBRID, AT_HYBRID_ENGINE),
 }
-"""By mode: calls at the fleet's URL, and calls at one engine's URL."""
+"""By mode, or by the transport Staged of mode Standalone: calls at the fleet's URL, and calls at one engine's URL."""
 
 
 async def answer(fleet: Fleet, request: rq.Request) -> rq.Answer:
@@ -240,7 +277,7 @@ async def answer(fleet: Fleet, request: rq.Request) -> rq.Answer:
 
 
 def _find_handler(fleet: Fleet, call: rq.Call, at: str | None) -> Handler:
-    at_fleet, at_engine = TABLES[fleet.mode]
+    at_fleet, at_engine = TABLES[Transport.STAGED if fleet.is_staged else fleet.mode]
     if at is None:
         found = at_fleet[type(call)]
     elif fleet.mode is None:

@@ -48,6 +48,9 @@ class Engine:
     """By adapter: the engine's message after a failed load or unload."""
     overwritten: dict[str, str | None] = field(default_factory=dict)
     """By adapter: the boot ID in which the engine was away while the other engines loaded new contents under the name."""
+    foreign: str | None = None
+    """The boot ID in which a failed update may have loaded tensors that the committed version does not have. Only a later version that has
+    them makes the engine whole again."""
     compared: str | None = None
     """The boot ID in which its weights were compared after they had been released."""
     note: str = ""

@@ -13,6 +13,7 @@ from sglang_rollout.coordinator.update.requests import Answer, Body, Request
 from sglang_rollout.wire.agent import AgentStatus
 from sglang_rollout.wire.reasons import GateReason, RefusalCode
 from sglang_rollout.wire.record import Isolation, Record
+from sglang_rollout.wire.staged import StoreStatus
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,14 @@ class Result:
     """Code of the refusal, if an agent refused a folder or a store."""
     agent: AgentStatus | None = None
     """The agent's status, if the reply was one (sync, ack, fence)."""
+    store: StoreStatus | None = None
+    """The weight store's status, if the reply was one."""
     checksums: tuple[str, ...] | None = None
-    """One checksum per rank, if the reply was one of ``/weights_checker``."""
+    """One checksum per rank, if the reply was one of ``/weights_checker`` or of an activation."""
+    wrote: bool = True
+    """False if an agent refused to load a staged version before the engine changed any weight."""
+    flushed: bool = True
+    """False if an engine that loaded a staged version kept its prefix cache."""
     digest: str | None = None
     """What distinguishes the contents of a checkpoint, if the reply was about one."""
     bytes: int | None = None
@@ -107,6 +114,16 @@ class Seen:
 
 
 @dataclass(frozen=True)
+class StoreSeen:
+    """The weight store answered a poll; ``status`` None: it did not."""
+
+    status: StoreStatus | None
+    seq: int
+    """Sequence number of the poll."""
+    at: float
+
+
+@dataclass(frozen=True)
 class Wanted:
     """The engines that this fleet should have, and the policy."""
 
@@ -139,7 +156,7 @@ class Tick:
     at: float
 
 
-Event = Asked | Beat | Left | Answered | Written | Seen | Wanted | NetworkChecked | CallersForbidden | Tick
+Event = Asked | Beat | Left | Answered | Written | Seen | StoreSeen | Wanted | NetworkChecked | CallersForbidden | Tick
 
 
 # --- effects -------------------------------------------------------------------------------------------------------
@@ -147,7 +164,10 @@ Event = Asked | Beat | Left | Answered | Written | Seen | Wanted | NetworkChecke
 
 @dataclass(frozen=True)
 class Send:
-    """POST ``bodies[engine]`` to ``path`` of each agent, all at once. An Answered event follows within ``deadline``."""
+    """POST ``bodies[engine]`` to ``path`` of each agent, all at once. An Answered event follows within ``deadline``.
+
+    The weight store is a peer like the agents: its name is ``update.store.STORE``.
+    """
 
     path: str
     bodies: Mapping[str, Body]

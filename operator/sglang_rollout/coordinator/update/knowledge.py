@@ -18,18 +18,20 @@ from dataclasses import dataclass
 
 from sglang_rollout.coordinator.update.adapters import adapter_of
 from sglang_rollout.coordinator.update.engine import Engine
-from sglang_rollout.coordinator.update.events import Seen, Wanted
+from sglang_rollout.coordinator.update.events import Seen, StoreSeen, Wanted
 from sglang_rollout.coordinator.update.interruption import Cause, Interruption
 from sglang_rollout.coordinator.update.membership import initial_size, is_enough
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.phases import Phase
 from sglang_rollout.coordinator.update.ranks import Group
 from sglang_rollout.coordinator.update.steps import Results
+from sglang_rollout.coordinator.update.store import STORE, Store
 from sglang_rollout.coordinator.update.versions import AnnouncedTensors, newest, order_key
 from sglang_rollout.wire.agent import AgentStatus
 from sglang_rollout.wire.record import EndedUpdate, Record, UpdateOutcome, UpdateReason
 from sglang_rollout.wire.signed import SignedVersion
-from sglang_rollout.wire.states import BASE, EngineState, Version
+from sglang_rollout.wire.staged import StoreStatus
+from sglang_rollout.wire.states import BASE, EngineState, StagedVersion, Version
 
 REBUILD_SECONDS = 5.0
 """With a record: how long a new coordinator waits for agents that may prove a newer version than the record says."""
@@ -53,6 +55,9 @@ class Knowledge:
         """Take in the statuses that calls returned. Ignore the status of another engine: addresses move between pods."""
         seq = self._fleet.next_seq()
         for name, result in results.items():
+            if result.store is not None and self._fleet.store is not None:
+                self._fleet.store.take(result.store, seq)
+                self._fresh = True
             if result.agent is not None and result.agent.name == name:
                 self._take(result.agent, seq)
                 self._fresh = True
@@ -69,6 +74,24 @@ class Knowledge:
             self._take(event.status, event.seq)
         self._fresh = self._fresh or before != (engine.status, engine.misses)
         return self._fresh
+
+    def take_store(self, event: StoreSeen) -> bool:
+        """Take in the answer to a poll of the weight store, or its absence. Returns True if tensors of the open upload have arrived."""
+        store, update = self._fleet.store, self._fleet.update
+        if store is None:
+            return False
+        before = (store.is_up, store.instance)
+        if event.status is None:
+            store.misses += 1
+        else:
+            store.take(event.status, event.seq)
+        self._fresh = self._fresh or before != (store.is_up, store.instance)
+        staged = update.staged if update is not None else None
+        copy = store.find_copy(staged.id) if staged is not None else None
+        if staged is None or copy is None or copy.bytes <= staged.bytes:
+            return False
+        staged.bytes = copy.bytes
+        return True
 
     def recompute(self) -> None:
         """Force a recomputation after a state change that produced no event."""
@@ -105,13 +128,18 @@ class Knowledge:
         fleet.interruptions.desired_state, fleet.interruptions.drain_seconds = event.intent.state, event.intent.drain
         fleet.interruptions.mode = event.intent.mode
         fleet.is_isolated = bool(event.intent.isolated)
+        if event.intent.store is None:
+            fleet.store = None
+        elif fleet.store is None or fleet.store.wanted != event.intent.store:
+            fleet.store = Store(event.intent.store)
         fleet.membership.engines = {}
         for wanted in event.intent.engines:
             engine = known.get(wanted.name) or Engine(wanted)
             engine.wanted = wanted
             fleet.engines[wanted.name] = engine
         # A process group stays valid when an engine joins. An engine that left takes its process groups with it.
-        fleet.membership.groups = {name: group for name, group in fleet.groups.items() if set(group.boots) <= set(fleet.engines)}
+        peers = {STORE} if fleet.is_staged else set(fleet.engines)
+        fleet.membership.groups = {name: group for name, group in fleet.groups.items() if set(group.boots) <= peers}
         self._addressed = event.addressed & set(fleet.engines)
         self._fresh = True
 
@@ -140,7 +168,7 @@ class Knowledge:
         """Return the engines that are paused or in a session since the last operation ended."""
         engines = self._fleet.engines.items()
         found = [name for name, engine in engines if engine.up and engine.status and is_interrupted(engine.status)]
-        return [name for name in found if self._fleet.has_news(name)]
+        return [name for name in found if self._fleet.has_news(name) and not self._fleet.engines[name].is_catching_up]
 
     def _statuses(self) -> list[AgentStatus]:
         return [engine.status for engine in self._fleet.engines.values() if engine.status is not None]
@@ -153,11 +181,13 @@ class Knowledge:
         if self._addressed is None:
             return
         waited = self._fleet.now - self._started >= REBUILD_SECONDS
+        if self._fleet.store is not None and self._fleet.store.status is None and not waited:
+            return  # it tells which process groups survive
         everyone = is_everyone_heard(self._addressed, self._heard())
         if not everyone and not (self._record is not None and waited):
             return
         fleet = self._fleet
-        proved = rebuild(self._record, self._statuses())
+        proved = rebuild(self._record, self._statuses(), fleet.store.status if fleet.store is not None and fleet.is_staged else None)
         self.give_up = list(proved.give_up)
         fleet.weights.reserved, fleet.membership.groups = proved.reserved, dict(proved.groups)
         # Without a record the desired state counts as applied, so that no gate opens for a moment.
@@ -180,10 +210,12 @@ class Knowledge:
             fleet.interruptions.at_engines = {name: frozenset(tags) for name, tags in self._record.released_at_engines.items()}
             fleet.weights.history = [version for version in self._record.history if order_key(version) < order_key(proved.committed)]
             before = {(row.name, row.boot_id) for row in self._record.engines if row.boot_id is not None}
-            if before == {(name, engine.boot) for name, engine in fleet.members().items()}:
+            same = {row.store for row in self._record.joined} == {fleet.boot(STORE)}
+            if same if fleet.is_staged else before == {(name, engine.boot) for name, engine in fleet.members().items()}:
                 self._signature = self._members()
             self._wait_for_trainer(self._record)
         fleet.commit(proved.committed, self._find_author(proved.committed), self._find_signed(proved.committed))
+        fleet.weights.staged = self._find_staged(proved.committed)
         if self._record is not None and self._record.committed == proved.committed:
             fleet.weights.checksums, fleet.weights.disk = dict(self._record.checksums), self._record.disk
 
@@ -192,6 +224,8 @@ class Knowledge:
         version = record.under_way
         if order_key(committed) > order_key(record.committed):
             self._note_proved(committed)
+        elif version is not None and order_key(version) == order_key(record.committed):
+            self._note_activating(version)
         if version is not None and order_key(version) > order_key(committed):
             self._fleet.transaction.end(EndedUpdate(
                 version=version, outcome=UpdateOutcome.FAILED, finished=self._fleet.finished(), author=record.holder,
@@ -207,6 +241,26 @@ class Knowledge:
             message="proved afterwards: every engine of the update says that it holds this version",
             engines=[name for name, engine in fleet.engines.items() if engine.holds(version)],
         ))  # fmt: skip
+
+    def _note_activating(self, version: Version) -> None:
+        """Note a commit whose version engines loaded when the earlier coordinator ended (transport Staged)."""
+        fleet = self._fleet
+        holding = [name for name, engine in fleet.engines.items() if engine.holds(version)]
+        fleet.transaction.end(EndedUpdate(
+            version=version, outcome=UpdateOutcome.COMMITTED if len(holding) == len(fleet.engines) else UpdateOutcome.PARTIAL,
+            finished=fleet.finished(), author=self._find_author(version), reason=UpdateReason.COORDINATOR_RESTARTED, engines=holding,
+            message="the coordinator was restarted while engines loaded this version; the other engines load it from their copies",
+            update=staged.update if (staged := self._find_staged(version)) is not None else "",
+        ))  # fmt: skip
+
+    def _find_staged(self, version: Version) -> StagedVersion | None:
+        """Return what identifies the contents of a committed version: from the record, or from agents that loaded it; None if unknown."""
+        record = self._record
+        if record is not None and record.staged is not None and order_key(record.committed) == order_key(version):
+            return record.staged
+        copies = [copy for status in self._statuses() for copy in status.staged if copy.digest and copy.version is not None]
+        found = next((copy for copy in copies if copy.version is not None and order_key(copy.version) == order_key(version)), None)
+        return StagedVersion(update=found.update, digest=found.digest, bytes=found.bytes) if found is not None else None
 
     def _find_author(self, version: Version) -> str:
         """Return the caller that pushed a version, as the record of the earlier coordinator says; empty if it says nothing."""
@@ -245,11 +299,14 @@ class Knowledge:
         proved = prove_version(None, self._statuses())
         if order_key(proved) > order_key(fleet.committed):
             fleet.commit(proved, self._find_author(proved), self._find_signed(proved))
+            fleet.weights.staged = self._find_staged(proved)
             self._note_proved(proved)
         for status in self._statuses():
             self._reserve(status)
 
     def _members(self) -> tuple[tuple[str, int, str | None], ...]:
+        if self._fleet.is_staged:
+            return ((STORE, 1, self._fleet.boot(STORE)),)
         engines = self._fleet.members().items()
         return tuple(sorted((name, engine.tensor_size, engine.boot) for name, engine in engines))
 
@@ -258,7 +315,8 @@ class Knowledge:
         if not fleet.membership.formed:
             there = len(fleet.members())
             fleet.membership.formed = (
-                (fleet.committed is not None and not fleet.committed.is_base)
+                fleet.is_staged
+                or (fleet.committed is not None and not fleet.committed.is_base)
                 or bool(fleet.groups)
                 or (there > 0 and is_enough(fleet, there, initial_size(fleet)))
             )
@@ -272,6 +330,8 @@ class Knowledge:
     def _drop_lost_groups(self) -> None:
         """Drop process groups without any member left. Their trainer gets the same refusal without them."""
         fleet = self._fleet
+        if fleet.store is not None and fleet.store.status is None:
+            return  # the store has not been heard yet
         fleet.membership.groups = {
             name: group for name, group in fleet.groups.items() if len(fleet.lost_engines(group.boots)) < len(group.boots)
         }
@@ -289,14 +349,14 @@ class Rebuilt:
     """Engines in a pause or session that this coordinator did not begin."""
 
 
-def rebuild(record: Record | None, statuses: Sequence[AgentStatus]) -> Rebuilt:
-    """Return everything that the record and the statuses prove."""
+def rebuild(record: Record | None, statuses: Sequence[AgentStatus], store: StoreStatus | None = None) -> Rebuilt:
+    """Return everything that the record and the statuses prove. ``store``: status of the weight store; None: there is none."""
     committed = prove_version(record, statuses)
     held = [status.version for status in statuses if status.version is not None]
     return Rebuilt(
         committed=committed,
         reserved=newest(*(version for version in held if order_key(version) > order_key(committed))),
-        groups=_surviving_groups(record, statuses),
+        groups=_surviving_groups(record, statuses) if store is None else _groups_of_store(record, store),
         give_up=tuple(status.name for status in statuses if is_interrupted(status)),
     )
 
@@ -331,6 +391,12 @@ def is_interrupted(status: AgentStatus) -> bool:
 def is_everyone_heard(addressed: Iterable[str], heard: Iterable[str]) -> bool:
     """Return True if every engine that could hold a proof has been heard. An engine without an address has no running pod."""
     return set(addressed) <= set(heard)
+
+
+def _groups_of_store(record: Record | None, store: StoreStatus) -> dict[str, Group]:
+    """Return the process groups of the record that the weight store is still in."""
+    rows = [row for row in (record.joined if record is not None else []) if row.store == store.instance and row.name in store.groups]
+    return {row.name: Group(row.name, row.epoch, row.world_size, row.master, row.backend, {STORE: row.store}, row.author) for row in rows}
 
 
 def _surviving_groups(record: Record | None, statuses: Sequence[AgentStatus]) -> dict[str, Group]:

@@ -28,7 +28,7 @@ from sglang_rollout.coordinator.update.trainer import Trainer
 from sglang_rollout.wire.ports import FLEET_CLAIM
 from sglang_rollout.wire.reasons import RefusedError
 
-_OPENING = (rq.OpenGroup, rq.Begin, rq.Update, rq.Pause, rq.FromDisk, rq.Tensors, rq.ReleaseMemory, rq.Claim)
+_OPENING = (rq.OpenGroup, rq.Begin, rq.Update, rq.Upload, rq.Pause, rq.FromDisk, rq.Tensors, rq.ReleaseMemory, rq.Claim)
 """Calls that make their caller the holder if they succeed."""
 _BEGINNING = (*_OPENING, rq.ResumeMemory)
 """First calls of a push. A trainer that shares its GPUs with the engines resumes memory first."""

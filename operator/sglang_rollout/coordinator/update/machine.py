@@ -16,7 +16,9 @@ from dataclasses import dataclass, replace
 
 from sglang_rollout.coordinator.update import adapters as lora
 from sglang_rollout.coordinator.update import control_calls
-from sglang_rollout.coordinator.update.catch_up import catch_up, find_checkpoint, next_engine
+from sglang_rollout.coordinator.update import requests as rq
+from sglang_rollout.coordinator.update.activation import staged_answer
+from sglang_rollout.coordinator.update.catch_up import catch_up, fill_store, find_for_store, find_source, next_engine
 from sglang_rollout.coordinator.update.events import (
     Answered,
     Asked,
@@ -31,6 +33,7 @@ from sglang_rollout.coordinator.update.events import (
     Result,
     Save,
     Seen,
+    StoreSeen,
     Tick,
     Wanted,
     Write,
@@ -48,6 +51,11 @@ from sglang_rollout.coordinator.update.versions import Committed
 from sglang_rollout.wire.reasons import RefusalCode, RefusedError
 from sglang_rollout.wire.record import Record
 
+COMMIT_WAIT_SECONDS = 25.0
+"""Longest wait of a call that commits a version that is staged already. Unmodified trainers do not wait for the engines: a proxy or the
+trainer's own HTTP client would give up."""
+_COMMITTING = (rq.End, rq.Continue, rq.Flush, rq.CloseGroup, rq.CommitUpload)
+
 
 @dataclass(eq=False)
 class _Running:
@@ -59,6 +67,8 @@ class _Running:
     request: Request | None = None
     caller: str = ""
     """Who sent the request."""
+    asked_at: float = 0.0
+    """When the request arrived."""
     waiting_for: int | None = None
     wants_turn: bool = False
     """True while it waits for its turn."""
@@ -121,8 +131,7 @@ class Machine:
             case Asked():
                 self._asked(event)
             case Beat():
-                self._trainer.beat = self._trainer.renewed = event.at
-                self._trainer.note_alive(event.at)
+                self._note_beat(event.at)
             case Left():
                 self._left(event.call)
             case Answered():
@@ -134,20 +143,39 @@ class Machine:
                 if not self._knowledge.take_answer(event):
                     # Of a large fleet hundreds a second: what follows from the time alone follows at the next tick.
                     return []
+            case StoreSeen():
+                self._take_store(event)
             case Wanted():
                 self._postponed = event
-            case NetworkChecked():
-                self.fleet.isolation = event.result
-            case CallersForbidden():
-                self.fleet.callers_forbidden = event.forbidden
+            case NetworkChecked() | CallersForbidden():
+                self._take_check(event)
             case Tick():
                 self._knowledge.recompute()
+                self._answer_long_commits()
         self._settle()
         # A status that comes in the middle of an operation is recorded with the operation's next step, or at the next tick.
         if self._turn is None or not isinstance(event, Seen):
             self._save()
         done, self._out = self._out, []
         return done
+
+    def _take_check(self, event: NetworkChecked | CallersForbidden) -> None:
+        """Take the result of a check of the cluster."""
+        if isinstance(event, NetworkChecked):
+            self.fleet.isolation = event.result
+        else:
+            self.fleet.callers_forbidden = event.forbidden
+
+    def _take_store(self, event: StoreSeen) -> None:
+        """Take the answer to a poll of the weight store. If pieces of an upload have arrived, the trainer lives."""
+        if self._knowledge.take_store(event):
+            self._trainer.heard = event.at
+            self._note_beat(event.at)
+
+    def _note_beat(self, at: float) -> None:
+        """Note that the trainer lives, although it asks for nothing."""
+        self._trainer.beat = self._trainer.renewed = at
+        self._trainer.note_alive(at)
 
     def _asked(self, event: Asked) -> None:
         self.fleet.gone = event.gone
@@ -163,7 +191,7 @@ class Machine:
             )
             self._out.append(Reply(event.call, Answer(503, message, code=RefusalCode.UNAVAILABLE)))
             return
-        self._advance(_Running(control_calls.answer(self.fleet, event.request), event.call, event.request, event.caller), None)
+        self._advance(_Running(control_calls.answer(self.fleet, event.request), event.call, event.request, event.caller, event.at), None)
 
     def _note_call(self, event: Asked) -> None:
         """Note what a call proves: that the trainer lives, and that the holder does."""
@@ -235,6 +263,15 @@ class Machine:
             running.answered = True
             self._out.append(Reply(running.call, answer))
 
+    def _answer_long_commits(self) -> None:
+        """Answer calls that have waited long for the commit of a version that is staged. The operations continue."""
+        update = self.fleet.update
+        if update is None or update.staged is None or not update.staged.is_complete:
+            return
+        for running in [*([self._turn] if self._turn is not None else []), *self._queue]:
+            if isinstance(running.request, _COMMITTING) and self.fleet.now - running.asked_at >= COMMIT_WAIT_SECONDS:
+                self._reply(running, staged_answer(self.fleet))
+
     def _end(self, running: _Running, answer: Answer) -> None:
         self._reply(running, answer)
         self._knowledge.recompute()
@@ -246,15 +283,14 @@ class Machine:
         self.fleet.rested_seq = self.fleet.next_seq()
         rest = Phase.IDLE if self.fleet.pause is None else Phase.PAUSE
         if self.fleet.update is not None:
-            rest = Phase.TRANSFER
+            rest = Phase.TRANSFER if self.fleet.update.staged is None else Phase.STAGE
         if rest is not self.fleet.phase:
             self.fleet.enter(rest)
 
     def _settle(self) -> None:
         """After every event, start what can start: operations of the coordinator's own, the next operation in the queue, catching up."""
         while self._turn is None:
-            if self.fleet.update is None and self._postponed is not None:
-                # Members never change during an open update. Its idle deadline limits the wait.
+            if self._postponed is not None and self._can_take(self._postponed):
                 self._knowledge.take_intent(self._postponed)
                 self._postponed = None
             self._knowledge.update()
@@ -270,10 +306,26 @@ class Machine:
         self._watch_trainer()
         self._start_joiners()
 
+    def _can_take(self, event: Wanted) -> bool:
+        """Return True if the intent may change now.
+
+        The members of an open update never change, and its idle deadline limits the wait. In a staged update no engine takes part yet, so
+        only the store and the transport must stay.
+        """
+        if self.fleet.update is None:
+            return True
+        stays = event.intent.weights.transport is self.fleet.policy.transport and event.intent.mode is self.fleet.mode
+        store = self.fleet.store.wanted if self.fleet.store is not None else None
+        return self.fleet.is_at_rest and stays and event.intent.store == store
+
     def _start_joiners(self) -> None:
-        """Start catching up on engines that need it, beside other operations."""
+        """Start catching up on engines, and on the weight store, that need it, beside other operations."""
+        missing = find_for_store(self.fleet) if self._turn is None else None
+        if missing is not None and self.fleet.store is not None:
+            self.fleet.store.is_fetching = True
+            self._advance(_Running(fill_store(self.fleet, missing)), None)
         while self._turn is None and (name := next_engine(self.fleet)) is not None:
-            found = find_checkpoint(self.fleet)
+            found = find_source(self.fleet)
             if found is None:
                 return
             self.fleet.engines[name].is_catching_up = True

@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from sglang_rollout.coordinator.update.store import STORE
 from sglang_rollout.wire.reasons import RefusedError
 from sglang_rollout.wire.states import FleetMode, FleetState, describe_state
 
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 
 UNCERTAIN_SECONDS = 10.0
 """An engine whose agent was heard less than this ago and does not answer now is not counted as gone yet."""
+
+
+NO_STORE = "The weight store does not answer (weights.transport: Staged), so no weights can be received."
 
 
 def required_engines(min_committed: int | str | None, wanted: int, taking_part: int) -> int:
@@ -52,6 +56,8 @@ def initial_size(fleet: Fleet) -> int:
 def require_members(fleet: Fleet) -> Mapping[str, str]:
     """Return the members and their boot IDs, in rank order. Raises RefusedError while they are too few or not certain."""
     refuse_asleep(fleet)
+    if fleet.is_staged:
+        return {STORE: require_store(fleet)}
     for name, engine in fleet.engines.items():
         wavers = _why_uncertain(engine, fleet.now)
         if wavers:
@@ -61,6 +67,13 @@ def require_members(fleet: Fleet) -> Mapping[str, str]:
     if reason:
         raise RefusedError(f"{reason} No engine has joined anything. Try again.", status=503, fleet=fleet.advice())
     return {name: engine.boot or "" for name, engine in fleet.members().items()}
+
+
+def require_store(fleet: Fleet) -> str:
+    """Return the run of the weight store's process. Raises RefusedError while the store cannot be called."""
+    if fleet.store is None or not fleet.store.is_up or fleet.store.instance is None:
+        raise RefusedError(f"{NO_STORE} Nothing has changed. Try again.", status=503, fleet=fleet.advice())
+    return fleet.store.instance
 
 
 def refuse_asleep(fleet: Fleet) -> None:
@@ -82,6 +95,8 @@ def why_incomplete(fleet: Fleet) -> str:
     """Return why no process group can be opened now, as a sentence; empty if one can."""
     if fleet.applied_state is FleetState.ASLEEP:
         return describe_state(fleet.applied_state)
+    if fleet.is_staged and not fleet.is_up(STORE):
+        return NO_STORE
     there, wanted = len(fleet.members()), len(fleet.engines)
     taking_part = there if fleet.membership.formed else initial_size(fleet)
     if there and is_enough(fleet, there, taking_part):

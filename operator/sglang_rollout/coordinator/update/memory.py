@@ -236,7 +236,7 @@ def find_woken(fleet: Fleet) -> list[str]:
             continue  # the trainer sends weights before it resumes the rest of the memory
         elif engine.member and engine.is_comparing:
             found.append(name)
-    return found if fleet.update is None and fleet.applied_state is not FleetState.ASLEEP else []
+    return found if fleet.is_at_rest and fleet.applied_state is not FleetState.ASLEEP else []
 
 
 async def compare_woken(fleet: Fleet, names: list[str]) -> Answer:

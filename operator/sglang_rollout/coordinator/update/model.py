@@ -5,17 +5,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from sglang_rollout.api.weights_spec import Weights
+from sglang_rollout.api.weights_spec import Transport, Weights
 from sglang_rollout.coordinator.update.engine import Engine
 from sglang_rollout.coordinator.update.interruption import Cause, Interruption, Interruptions, in_order
 from sglang_rollout.coordinator.update.phases import Phase, Transaction, Update
 from sglang_rollout.coordinator.update.ranks import Group, RankTable, rank_table
+from sglang_rollout.coordinator.update.store import STORE, Store
 from sglang_rollout.coordinator.update.versions import Committed
 from sglang_rollout.wire.agent import SyncRequest
 from sglang_rollout.wire.record import Adapter, EndedUpdate, Isolation, Record
@@ -70,6 +72,8 @@ class Fleet:
     """True if the spec demands signatures of weight updates."""
     generation: int = 0
     """Generation of the intent that was acted on."""
+    store: Store | None = None
+    """The weight store; None: the transport is not Staged."""
     weights: Committed = field(default_factory=Committed)
     membership: Membership = field(default_factory=Membership)
     interruptions: Interruptions = field(default_factory=Interruptions)
@@ -119,8 +123,23 @@ class Fleet:
 
     @property
     def table(self) -> RankTable:
-        """Ranks of a process group opened now."""
+        """Ranks of a process group opened now. With transport Staged only the weight store joins it."""
+        if self.is_staged:
+            return RankTable((STORE,), (1,))
         return rank_table((name, engine.tensor_size) for name, engine in self.members().items())
+
+    @property
+    def is_staged(self) -> bool:
+        """True if tensors go to the weight store first (``weights.transport: Staged``)."""
+        return self.policy.transport is Transport.STAGED and self.mode is None
+
+    @property
+    def is_at_rest(self) -> bool:
+        """True if no engine takes part in an open update.
+
+        Valid between two operations: an update with transport Staged is open for engines only while an operation activates it.
+        """
+        return self.update is None or self.update.staged is not None
 
     @property
     def update(self) -> Update | None:
@@ -173,6 +192,11 @@ class Fleet:
         """Make the caller of the current operation the holder: it has opened something, or claimed the fleet."""
         self.holder, self.held_since = self.caller or self.holder, self.now
 
+    def new_update_id(self) -> str:
+        """Return the ID of a new update: 32 hexadecimal digits that no other coordinator process chooses."""
+        text = f"{self.name}/{self.term}/{self.coordinator_id}/{next(self.seq)}"
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
     def next_seq(self) -> int:
         """Return a sequence number that is higher than all before."""
         return next(self.seq)
@@ -190,9 +214,17 @@ class Fleet:
         return [name for name, engine in self.engines.items() if engine.up and not engine.is_catching_up]
 
     def boot(self, name: str) -> str | None:
-        """Return the boot ID of an engine that was last seen; None if the engine is gone or down."""
+        """Return the boot ID of an engine that was last seen; None if the engine is gone or down. For the weight store: its instance."""
+        if name == STORE:
+            return self.store.instance if self.store is not None else None
         engine = self.engines.get(name)
         return engine.boot if engine is not None else None
+
+    def is_up(self, name: str) -> bool:
+        """Return True if an engine, or the weight store, can be called now."""
+        if name == STORE:
+            return self.store is not None and self.store.is_up
+        return name in self.engines and self.engines[name].up
 
     def lost_engines(self, boots: Mapping[str, str]) -> list[str]:
         """Return those engines that are gone, or that have another boot ID than the given one."""
@@ -204,6 +236,8 @@ class Fleet:
 
     def target(self) -> Version:
         """Return the version that the open update becomes if it commits."""
+        if self.update is not None and self.update.staged is not None and self.update.staged.version is not None:
+            return self.update.staged.version
         label = self.update.label if self.update is not None else None
         return self.weights.next_version(label or self.transaction.label)
 
@@ -266,6 +300,7 @@ class Fleet:
         return SyncRequest(
             committed=self.committed if proved else None,
             tolerated=self.tolerated() if proved else [],
+            staged=self.weights.staged if proved else None,
             lease=self.policy.trainer_lease.ttl_seconds,
             silent=self.policy.deadlines.silent_seconds,
             spec_state=self.applied_state if proved else None,
@@ -303,6 +338,7 @@ class Fleet:
             waits_for_trainer=self.pause is not None and self.pause.cause is Cause.TRAINER_LOST,
             checksums=weights.checksums,
             disk=weights.disk,
+            staged=weights.staged,
             announced=weights.announced.pack(),
             sources=sorted(weights.groups),
             released_to_trainer=list(interruptions.released_to_trainer) if self.mode is not None else None,

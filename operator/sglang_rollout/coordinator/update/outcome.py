@@ -10,9 +10,11 @@ from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.phases import Phase, Update
 from sglang_rollout.coordinator.update.requests import Answer
 from sglang_rollout.coordinator.update.signatures import compares_checksums
+from sglang_rollout.coordinator.update.staging import kept_updates
 from sglang_rollout.coordinator.update.steps import (
     FENCE_DEADLINE_SECONDS,
     PATIENCE_SECONDS,
+    SYNC_DEADLINE_SECONDS,
     Results,
     failures,
     fence,
@@ -24,10 +26,11 @@ from sglang_rollout.coordinator.update.steps import (
     sync_and_resume,
     write,
 )
+from sglang_rollout.coordinator.update.store import STORE, leave_path
 from sglang_rollout.coordinator.update.verify import announce_model_tensors, commit_tensors, find_incomplete, should_verify, verify
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.agent import AckRequest
-from sglang_rollout.wire.ports import AGENT_ACK
+from sglang_rollout.wire.ports import AGENT_ACK, STORE_DROP
 from sglang_rollout.wire.record import EndedUpdate, UpdateOutcome, UpdateReason
 from sglang_rollout.wire.states import EngineState, Version
 
@@ -52,9 +55,9 @@ async def end_sessions_and_commit(fleet: Fleet, *, answer_now: bool = True) -> A
         return await fail_update(
             fleet, UpdateReason.INCOMPLETE, f"engine {rest[0]} had got no tensors of the update when it ended", engine=rest[0]
         )
-    missing = _missing_stages(fleet, update)
+    missing = missing_stages(fleet, update)
     if missing:
-        reason = f"process group {missing[0]} sent no tensors, although it belonged to the update before"
+        reason = describe_missing_stage(missing[0])
         return await fail_update(fleet, UpdateReason.INCOMPLETE, reason)
     begin_verification(fleet, update)
     results = dict(await _end_session(fleet, update))
@@ -68,7 +71,12 @@ def begin_verification(fleet: Fleet, update: Update) -> None:
     update.drop(dict.fromkeys(lost, "was restarted or lost in the middle of the update"), UpdateReason.ENGINE_LOST)
 
 
-def _missing_stages(fleet: Fleet, update: Update) -> list[str]:
+def describe_missing_stage(group: str) -> str:
+    """Return that an update lacks the tensors of a process group, as a clause."""
+    return f"process group {group} sent no tensors, although it belonged to the update before"
+
+
+def missing_stages(fleet: Fleet, update: Update) -> list[str]:
     """Return the open process groups of this trainer that sent no tensors.
 
     The last update has shown which process groups belong to one trainer.
@@ -80,7 +88,7 @@ def _missing_stages(fleet: Fleet, update: Update) -> list[str]:
 
 async def verify_and_commit(fleet: Fleet, update: Update, results: Results, *, answer_now: bool = True) -> Answer:
     """Verify and commit on the engines that may still commit, if they are enough. All tensors have arrived."""
-    await announce_model_tensors(fleet, update)
+    await announce_model_tensors(fleet, update, update.remaining())
     update.drop(find_incomplete(fleet, update), UpdateReason.INCOMPLETE)
     if has_enough_engines(fleet, update) and should_verify(fleet):
         others = [name for name in update.remaining() if not compares_checksums(fleet, update, name)]
@@ -154,7 +162,7 @@ async def _commit(fleet: Fleet, unflushed: list[str]) -> Answer:
     fleet.weights.commits += 1
     for name in cohort:
         fleet.engines[name].tries, fleet.engines[name].note = 0, ""
-    fleet.transaction.end(summarize_update(fleet, version, outcome, update, _describe(dropped), engines=cohort))
+    fleet.transaction.end(summarize_update(fleet, version, outcome, update, describe_dropped(dropped), engines=cohort))
     record = fleet.record()
     if record is not None:
         # If it cannot be written, the acknowledgements are the commit, and the record follows when the store can be reached again.
@@ -165,8 +173,8 @@ async def _commit(fleet: Fleet, unflushed: list[str]) -> Answer:
         fleet.interruptions.end_pause()
     else:
         synced = await sync(fleet)
-    fleet.transaction.last = summarize_update(fleet, version, outcome, update, _describe(dropped), engines=cohort)
-    particulars = _particulars(fleet, version, {**results, **synced}) | {"outcome": outcome.value}
+    fleet.transaction.last = summarize_update(fleet, version, outcome, update, describe_dropped(dropped), engines=cohort)
+    particulars = commit_particulars(fleet, version, {**results, **synced}) | {"outcome": outcome.value}
     if unflushed:
         particulars["cache_not_flushed"] = unflushed
     if not dropped:
@@ -180,7 +188,7 @@ def partial_message(fleet: Fleet, dropped: Mapping[str, str]) -> str:
     if last is None:
         raise RuntimeError("no update was committed")
     holding = f"{len(last.engines)} of {len(last.engines) + len(dropped)} engines hold version {last.version}"
-    return f"{holding}; the others stay closed until a complete update: {_describe(dropped)}"
+    return f"{holding}; the others stay closed until a complete update: {describe_dropped(dropped)}"
 
 
 async def reply_and_fence_dropped(fleet: Fleet, answer: Answer) -> Answer:
@@ -188,7 +196,7 @@ async def reply_and_fence_dropped(fleet: Fleet, answer: Answer) -> Answer:
     dropped = answer.fleet.get(FENCED, {})
     if dropped:
         await reply(answer)
-        await fence(fleet, [name for name in dropped if _is_reachable(fleet, name)], _describe(dropped))
+        await fence(fleet, [name for name in dropped if _is_reachable(fleet, name)], describe_dropped(dropped))
     return answer
 
 
@@ -244,16 +252,17 @@ async def fail_update(
         answer_now: False: the caller of the operation asked for something else and gets its own answer.
     """
     phase, update, current = fleet.phase, fleet.update, fleet.pause
-    names = list(dict.fromkeys([*(update.boots if update else ()), *(current.engines if current else ())]))
+    staged = update.staged if update is not None else None
+    part = staged.called if staged is not None else update.boots if update is not None else ()
+    names = list(dict.fromkeys([*part, *(current.engines if current else ())]))
     sentence = reason
     if update is not None:
         update.reason = code
-        fleet.transaction.end(summarize_update(fleet, fleet.target(), UpdateOutcome.FAILED, update, reason))
-        sentence = (
-            f"{reason.rstrip('.')} (phase {phase.value}). The update was given up: version {fleet.committed} stays committed, and"
-            f" {', '.join(list(update.boots)[:8])} stay closed until a complete update."
-            f" Open a new process group with world_size={fleet.table.world_size} and push again."
-        )
+        outcome = UpdateOutcome.ABORTED if code is UpdateReason.WITHDRAWN else UpdateOutcome.FAILED
+        fleet.transaction.end(summarize_update(fleet, fleet.target(), outcome, update, reason))
+        _forget_staged(fleet, update)
+        kept = f"The update was given up: version {fleet.committed} stays committed"
+        sentence = f"{reason.rstrip('.')} (phase {phase.value}). {kept}{_way_out(fleet, update)}"
     elif current is not None:
         given_up = f"the pause was given up: {reason}"
         paused = Update({}, current.since, author=current.author, bytes=None, reason=code)
@@ -265,9 +274,37 @@ async def fail_update(
     if answer_now:
         await reply(answer)
     await fence(fleet, [name for name in names if _is_reachable(fleet, name)], reason)
+    if staged is not None and fleet.is_up(STORE):
+        await send(STORE_DROP, {STORE: {"keep": kept_updates(fleet)}}, SYNC_DEADLINE_SECONDS, idempotent=True)
     # Whatever follows, in this operation or another, is a new transaction with times of its own.
     fleet.enter(Phase.IDLE)
     return answer
+
+
+def _forget_staged(fleet: Fleet, update: Update) -> None:
+    """Forget the tensors of a failed version that no engine has seen, and keep its number from other weights if one has."""
+    staged = update.staged
+    if staged is None:
+        return
+    if not staged.called:
+        fleet.weights.announced.remove(staged.new_names)
+        return
+    fleet.weights.reserve([staged.version])
+    for name in staged.called if staged.new_names else ():
+        fleet.engines[name].foreign = update.boots.get(name)
+
+
+def _way_out(fleet: Fleet, update: Update) -> str:
+    """Return what a failed update leaves behind, and what the trainer can do, as the end of a sentence and another sentence."""
+    if update.staged is not None:
+        changed = (
+            f", and engines that loaded the new one ({', '.join(update.staged.called[:8])}) load it again" if update.staged.called else ""
+        )
+        return f"{changed}, and no other engine has changed. Push again." if changed else ", and no engine has changed. Push again."
+    return (
+        f", and {', '.join(list(update.boots)[:8])} stay closed until a complete update."
+        f" Open a new process group with world_size={fleet.table.world_size} and push again."
+    )
 
 
 async def abandon(fleet: Fleet, code: UpdateReason, reason: str, *, close_groups: bool = False) -> Answer:
@@ -277,8 +314,8 @@ async def abandon(fleet: Fleet, code: UpdateReason, reason: str, *, close_groups
     if close_groups:
         for group in groups:
             fleet.groups.pop(group.name, None)
-            members = [name for name in group.boots if _is_reachable(fleet, name)]
-            await send(ControlCall.DESTROY_GROUP.path, same_body(members, {"group_name": group.name}), FENCE_DEADLINE_SECONDS)
+            members = [name for name in group.boots if fleet.is_up(name) or _is_reachable(fleet, name)]
+            await send(leave_path(members), same_body(members, {"group_name": group.name}), FENCE_DEADLINE_SECONDS)
     return answer
 
 
@@ -294,7 +331,8 @@ def _is_reachable(fleet: Fleet, name: str) -> bool:
     return engine is not None and engine.reachable
 
 
-def _describe(dropped: Mapping[str, str]) -> str:
+def describe_dropped(dropped: Mapping[str, str]) -> str:
+    """Return the engines that a commit left behind, each with the reason, as a phrase."""
     return "; ".join(f"engine {name} {why}" for name, why in dropped.items())
 
 
@@ -311,11 +349,12 @@ def summarize_update(
     return EndedUpdate(
         version=version, outcome=outcome, message=message[:MAX_REASON_CHARACTERS], finished=fleet.finished(), phases_ms=fleet.phases_ms(),
         engines=list(engines), author=update.author, bytes=update.bytes, reason=update.reason,
-        signed_by=update.signed.key if update.signed is not None else "",
+        signed_by=update.signed.key if update.signed is not None else "", update=update.staged.id if update.staged is not None else "",
     )  # fmt: skip
 
 
-def _particulars(fleet: Fleet, version: Version, results: Results) -> dict[str, object]:
+def commit_particulars(fleet: Fleet, version: Version, results: Results) -> dict[str, object]:
+    """Return the details of an answer about a commit."""
     return {
         "epoch": fleet.epoch,
         "state": fleet.applied_state.value,

@@ -1,9 +1,10 @@
 """The weight update: its phases, the one table of legal transitions, the open update, and how updates ended. Pure.
 
-Between two operations the fleet rests in IDLE, PAUSE (a trainer paused it, or was lost) or TRANSFER (an update is open).
+Between two operations the fleet rests in IDLE, PAUSE (a trainer paused it, or was lost) or in TRANSFER or STAGE (an update is open).
 
 ```
   IDLE ──► PAUSE ──► OPEN ──► TRANSFER ──► VERIFY ──► COMMIT ──► RESUME ──► IDLE
+  IDLE ──► STAGE ──► CANARY ──► ACTIVATE ──────────► COMMIT ──► RESUME ──► IDLE      (transport Staged)
 ```
 
 :data:`TRANSITIONS` has the shorter ways and the ways back. The documentation's diagram and table of phases are made from it.
@@ -18,6 +19,7 @@ from enum import StrEnum
 
 from sglang_rollout.wire.record import MAX_RECENT_UPDATES, EndedUpdate, UpdateOutcome, UpdateReason
 from sglang_rollout.wire.signed import SignedVersion
+from sglang_rollout.wire.states import Version
 
 
 class Phase(StrEnum):
@@ -33,6 +35,12 @@ class Phase(StrEnum):
     """A process group, or a session on every engine, is being opened."""
     TRANSFER = "transfer"
     """An update is open, and tensors arrive."""
+    STAGE = "stage"
+    """An update with transport Staged is open: tensors arrive at the weight store, and engine pods copy them."""
+    CANARY = "canary"
+    """The version is complete in the engine pods, and one engine loads it."""
+    ACTIVATE = "activate"
+    """The version is committed in the record, and the other engines load it."""
     VERIFY = "verify"
     """Sessions end, and checksums are compared."""
     COMMIT = "commit"
@@ -43,17 +51,25 @@ class Phase(StrEnum):
 
 TRANSITIONS: dict[Phase, frozenset[Phase]] = {
     # OPEN: a process group is opened while engines generate. RESUME: engines are resumed, and no update was open.
-    Phase.IDLE: frozenset({Phase.PAUSE, Phase.OPEN, Phase.RESUME}),
+    # STAGE: an update with transport Staged needs no pause.
+    Phase.IDLE: frozenset({Phase.PAUSE, Phase.OPEN, Phase.RESUME, Phase.STAGE}),
     # TRANSFER: a checkpoint on disk needs no session. RESUME: the trainer resumed without an update. IDLE: the pause was given up.
-    Phase.PAUSE: frozenset({Phase.OPEN, Phase.TRANSFER, Phase.RESUME, Phase.IDLE}),
+    Phase.PAUSE: frozenset({Phase.OPEN, Phase.TRANSFER, Phase.STAGE, Phase.RESUME, Phase.IDLE}),
     # PAUSE, IDLE: the process group is open, or could not be opened, and no update is.
-    Phase.OPEN: frozenset({Phase.TRANSFER, Phase.PAUSE, Phase.IDLE}),
+    Phase.OPEN: frozenset({Phase.TRANSFER, Phase.STAGE, Phase.PAUSE, Phase.IDLE}),
     # PAUSE, OPEN: engines that joined since are paused, and their sessions are opened. IDLE: the update failed or was abandoned.
     Phase.TRANSFER: frozenset({Phase.PAUSE, Phase.OPEN, Phase.VERIFY, Phase.IDLE}),
+    # PAUSE, OPEN, RESUME: the trainer pauses or resumes the engines, or opens a process group, while its update is open. IDLE: the update
+    # failed or was abandoned.
+    Phase.STAGE: frozenset({Phase.PAUSE, Phase.OPEN, Phase.RESUME, Phase.CANARY, Phase.IDLE}),
+    Phase.CANARY: frozenset({Phase.ACTIVATE, Phase.IDLE}),
+    # From here an update with transport Staged only rolls forward.
+    Phase.ACTIVATE: frozenset({Phase.COMMIT}),
     Phase.VERIFY: frozenset({Phase.COMMIT, Phase.IDLE}),
     # PAUSE: the trainer paused by itself, and resumes by itself.
     Phase.COMMIT: frozenset({Phase.RESUME, Phase.PAUSE, Phase.IDLE}),
-    Phase.RESUME: frozenset({Phase.IDLE}),
+    # STAGE: the trainer has ended its pause, and its update is still open.
+    Phase.RESUME: frozenset({Phase.IDLE, Phase.STAGE}),
 }
 """Phases that may follow each phase. A phase may also be entered again, which changes nothing."""
 
@@ -96,8 +112,46 @@ class PhaseClock:
 
 
 @dataclass
+class StagedUpdate:
+    """The part of an update whose tensors go to the weight store first."""
+
+    id: str
+    """Identifies the update at the weight store and at the agents."""
+    instance: str
+    """The run of the store's process that receives the tensors. If it ends, they are lost."""
+    is_upload: bool = False
+    """True if a trainer uploads the version; False if it comes through process groups."""
+    bytes: int = 0
+    """Bytes that had arrived at the last poll of the store."""
+    version: Version | None = None
+    """What the update becomes, once the store has the complete version; None before."""
+    digest: str = ""
+    """Digest of the complete version; empty before."""
+    called: list[str] = field(default_factory=list)
+    """Engines that were asked to load the version and may have written parts of it."""
+    loaded: list[str] = field(default_factory=list)
+    """Engines that have loaded and acknowledged it."""
+    unflushed: list[str] = field(default_factory=list)
+    """Engines among them that kept their prefix caches, because requests still run."""
+    checksums: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    """Checksums of the version, by the number of an engine's ranks, as the first engines reported them."""
+    new_names: list[str] = field(default_factory=list)
+    """Tensors that no push before has announced."""
+    lost: set[str] = field(default_factory=set)
+    """Engines that were restarted or went away since the version was complete. They load it when they are back."""
+
+    @property
+    def is_complete(self) -> bool:
+        """True if the store has the complete version. The trainer is not needed any more."""
+        return self.version is not None
+
+
+@dataclass
 class Update:
-    """An open update: engines have received its first call and are dirty until it is complete."""
+    """An open update: engines have received its first call and are dirty until it is complete.
+
+    In an update with transport Staged no engine takes part before all tensors have arrived.
+    """
 
     boots: dict[str, str]
     """The engines that take part, and their boot IDs."""
@@ -135,6 +189,8 @@ class Update:
     """Bytes of the tensors that were announced; None: not known."""
     signed: SignedVersion | None = None
     """The version, signed by the trainer; None: the fleet accepts unsigned updates."""
+    staged: StagedUpdate | None = None
+    """The weight store's part; None: the transport is not Staged."""
     dropped: dict[str, str] = field(default_factory=dict)
     """Engines that will not hold the version, and why. They are fenced. :meth:`drop` adds engines."""
     reason: UpdateReason | None = None

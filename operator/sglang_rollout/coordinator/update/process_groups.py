@@ -13,9 +13,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from sglang_rollout.api.weights_spec import Transport
+from sglang_rollout.coordinator.update.commit import commit_open_update
+from sglang_rollout.coordinator.update.events import Result
 from sglang_rollout.coordinator.update.membership import absent_sentence, require_members
 from sglang_rollout.coordinator.update.model import Fleet
-from sglang_rollout.coordinator.update.outcome import abandon, end_sessions_and_commit
+from sglang_rollout.coordinator.update.outcome import abandon
 from sglang_rollout.coordinator.update.phases import Phase
 from sglang_rollout.coordinator.update.ranks import Group, GroupSpec, check_group
 from sglang_rollout.coordinator.update.requests import Answer, Body, CloseGroup, Master, OpenGroup
@@ -31,11 +33,12 @@ from sglang_rollout.coordinator.update.steps import (
     same_body,
     send,
 )
-from sglang_rollout.coordinator.update.trainer import probe_store
+from sglang_rollout.coordinator.update.store import STORE, describe_peer, leave_path, preflight_path
+from sglang_rollout.coordinator.update.trainer import probe_store, witnesses
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.agent import Nccl, PreflightRequest
-from sglang_rollout.wire.ports import AGENT_PREFLIGHT
-from sglang_rollout.wire.reasons import RefusedError
+from sglang_rollout.wire.ports import STORE_JOIN
+from sglang_rollout.wire.reasons import RefusalCode, RefusedError
 from sglang_rollout.wire.record import UpdateReason
 
 GONE_SECONDS = 0.5
@@ -102,7 +105,8 @@ async def open_group(fleet: Fleet, _ask: OpenGroup, checked: CheckedGroup) -> An
     remaining = max(MIN_JOIN_SECONDS, fleet.policy.deadlines.group_seconds - (fleet.now - checked.asked_at))
     fleet.enter(Phase.OPEN)
     fleet.transaction.joining = master = f"{spec.host}:{spec.port}"
-    results = await send(ControlCall.INIT_GROUP.path, _join_bodies(fleet, boots, spec, backend), remaining, grace=GRACE_SECONDS)
+    path = STORE_JOIN if fleet.is_staged else ControlCall.INIT_GROUP.path
+    results = await send(path, _join_bodies(fleet, boots, spec, backend, remaining), remaining, grace=GRACE_SECONDS)
     fleet.transaction.joining = None
     if failures(results):
         return await _undo_join(fleet, spec, results)
@@ -142,14 +146,15 @@ def _allowed_address(fleet: Fleet, master: Master) -> str:
 async def _preflight(fleet: Fleet, spec: GroupSpec, names: Mapping[str, str], limit: float, *, hides_reasons: bool) -> None:
     """Let the trainer's store answer every pod. Several trainers call before they listen, so agents try until the limit."""
     body = PreflightRequest(host=spec.host, port=spec.port, deadline=limit, handshake=True).model_dump(mode="json")
-    results = await send(AGENT_PREFLIGHT, same_body(names, body), limit + PREFLIGHT_MARGIN_SECONDS, grace=GRACE_SECONDS, idempotent=True)
+    path = preflight_path(names)
+    results = await send(path, same_body(names, body), limit + PREFLIGHT_MARGIN_SECONDS, grace=GRACE_SECONDS, idempotent=True)
     failed = failures(results)
     if failed and hides_reasons:
         raise RefusedError(UNUSABLE_MASTER)
     if failed:
         name, result = next(iter(failed.items()))
         raise RefusedError(
-            f"engine {name} cannot reach the trainer at {spec.host}:{spec.port}: {result.message.rstrip('.')}."
+            f"{describe_peer(name)} cannot reach the trainer at {spec.host}:{spec.port}: {result.message.rstrip('.')}."
             " No engine has joined anything.",
             fleet={**fleet.advice(), "engine": name, "phase": Phase.PREPARE.value, "engines": results_by_engine(results)},
         )
@@ -158,21 +163,29 @@ async def _preflight(fleet: Fleet, spec: GroupSpec, names: Mapping[str, str], li
 async def _close_same_name(fleet: Fleet, name: str) -> None:
     """Close the process group of the same name, also one that this coordinator never knew: the trainer gets a new one."""
     old = fleet.groups.pop(name, None)
-    up = [engine for engine in fleet.engines.values() if engine.up]
-    joined = [
-        engine.wanted.name
-        for engine in up
-        if (old is not None and old.boots.get(engine.wanted.name) == engine.boot)
-        or (engine.status is not None and name in engine.status.groups)
-    ]
-    results = await send(ControlCall.DESTROY_GROUP.path, same_body(joined, {"group_name": name}), FENCE_DEADLINE_SECONDS)
-    for engine_name, result in failures(results).items():
-        if UNKNOWN_GROUP not in result.message:
+    up = [peer for peer in ([STORE] if fleet.is_staged else fleet.engines) if fleet.is_up(peer)]
+    joined = [peer for peer in up if (old is not None and old.boots.get(peer) == fleet.boot(peer)) or name in _groups_of(fleet, peer)]
+    results = await send(leave_path(joined), same_body(joined, {"group_name": name}), FENCE_DEADLINE_SECONDS)
+    for peer, result in failures(results).items():
+        if not _is_unknown(result):
             raise RefusedError(
-                f"engine {engine_name} could not close the old process group {name}: {result.message.rstrip('.')}."
+                f"{describe_peer(peer)} could not close the old process group {name}: {result.message.rstrip('.')}."
                 " No engine has joined the new one. Use another group_name.",
                 fleet=fleet.advice(),
             )
+
+
+def _groups_of(fleet: Fleet, peer: str) -> list[str]:
+    """Return the process groups that an engine, or the weight store, reports."""
+    if peer == STORE:
+        return fleet.store.status.groups if fleet.store is not None and fleet.store.status is not None else []
+    status = fleet.engines[peer].status
+    return status.groups if status is not None else []
+
+
+def _is_unknown(result: Result) -> bool:
+    """Return True if a peer is in no process group of that name. SGLang answers with a sentence, the weight store with a code."""
+    return UNKNOWN_GROUP in result.message or result.code is RefusalCode.NOT_FOUND
 
 
 async def _close_dead(fleet: Fleet) -> None:
@@ -184,16 +197,16 @@ async def _close_dead(fleet: Fleet) -> None:
     if fleet.update is not None:
         return
     for group in list(fleet.groups.values()):
-        if await probe_store(group.master, list(fleet.members())[:1], GONE_SECONDS):
+        if await probe_store(group.master, witnesses(fleet)[:1], GONE_SECONDS):
             fleet.groups.pop(group.name, None)
             await _leave(fleet, group)
 
 
-def _join_bodies(fleet: Fleet, boots: Mapping[str, str], spec: GroupSpec, backend: str) -> dict[str, Body]:
+def _join_bodies(fleet: Fleet, boots: Mapping[str, str], spec: GroupSpec, backend: str, deadline: float) -> dict[str, Body]:
     offsets = fleet.table.offsets()
     return {
         name: {
-            **spec.extra,
+            **(spec.extra if name != STORE else {"deadline": deadline}),
             "master_address": spec.host,
             "master_port": spec.port,
             "rank_offset": offsets[name],
@@ -213,12 +226,12 @@ async def _undo_join(fleet: Fleet, spec: GroupSpec, results: Results) -> Answer:
     name, result = next(iter(failures(results).items()))
     answer = Answer(
         400,
-        f"engine {name} could not join process group {spec.name}: {result.message.rstrip('.')}. The others have left it."
+        f"{describe_peer(name)} could not join process group {spec.name}: {result.message.rstrip('.')}. The others have left it."
         " Open a new process group with another port and name.",
         {**fleet.advice(), "engine": name, "phase": Phase.OPEN.value, "engines": results_by_engine(results)},
     )
     await reply(answer)
-    await send(ControlCall.DESTROY_GROUP.path, same_body(results, {"group_name": spec.name}), FENCE_DEADLINE_SECONDS)
+    await send(leave_path(results), same_body(results, {"group_name": spec.name}), FENCE_DEADLINE_SECONDS)
     return answer
 
 
@@ -233,7 +246,7 @@ async def close_group(fleet: Fleet, ask: CloseGroup) -> Answer:
     update, commit = fleet.update, Answer(200, "Nothing to commit.")
     if update is not None and group.name in update.data:
         if not update.trainer_session:
-            commit = await end_sessions_and_commit(fleet)
+            commit = await commit_open_update(fleet)
         else:
             commit = await abandon(fleet, UpdateReason.UNEXPECTED_CALL, f"process group {group.name} was closed inside an open session")
         if not commit.success:
@@ -242,10 +255,10 @@ async def close_group(fleet: Fleet, ask: CloseGroup) -> Answer:
             return commit
     fleet.groups.pop(group.name, None)
     results = await _leave(fleet, group)
-    failed = {engine: result for engine, result in failures(results).items() if UNKNOWN_GROUP not in result.message}
+    failed = {engine: result for engine, result in failures(results).items() if not _is_unknown(result)}
     if failed:
         engine, result = next(iter(failed.items()))
-        reason = f"engine {engine} could not close process group {group.name}: {result.message}"
+        reason = f"{describe_peer(engine)} could not close process group {group.name}: {result.message}"
         return Answer(400, reason, {"engines": results_by_engine(results), **commit.fleet})
     return Answer(200, "Succeeded to destroy custom process group.", {"engines": results_by_engine(results), **commit.fleet})
 
@@ -253,8 +266,8 @@ async def close_group(fleet: Fleet, ask: CloseGroup) -> Answer:
 async def _leave(fleet: Fleet, group: Group) -> Results:
     """Let the members that still run in the boot that joined leave the process group."""
     gone = set(fleet.lost_engines(group.boots))
-    names = [name for name in group.boots if name not in gone and fleet.engines[name].up]
-    return await send(ControlCall.DESTROY_GROUP.path, same_body(names, {"group_name": group.name}), fleet.policy.deadlines.pause_seconds)
+    names = [name for name in group.boots if name not in gone and fleet.is_up(name)]
+    return await send(leave_path(names), same_body(names, {"group_name": group.name}), fleet.policy.deadlines.pause_seconds)
 
 
 # --- NCCL -----------------------------------------------------------------------------------------------------------
@@ -267,7 +280,7 @@ def check_nccl(fleet: Fleet, names: Iterable[str], backend: str, said: Mapping[s
     trainer = _trainers_nccl(said)
     sides = {"the trainer": trainer} if trainer is not None else {}
     for name in names:
-        status = fleet.engines[name].status
+        status = fleet.engines[name].status if name in fleet.engines else None
         if status is not None and status.nccl is not None:
             sides[f"engine {name}"] = status.nccl
     different = _nccl_difference(sides)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from sglang_rollout.coordinator.update.store import STORE
 from sglang_rollout.wire.reasons import RefusedError, quote_value
 from sglang_rollout.wire.record import FleetGroup, GroupRow
 from sglang_rollout.wire.signed import SIGNS_FIELD
@@ -94,6 +95,11 @@ def check_group(body: Mapping[str, Any], table: RankTable) -> GroupSpec:
 
 def _check_ranks(world_size: int, offset: int, table: RankTable) -> None:
     right = table.world_size
+    if table.names == (STORE,) and (offset, world_size) != (TRAINER_RANKS, right):
+        raise RefusedError(
+            f"rank_offset {offset} and world_size {world_size} do not fit this fleet: a process group has two ranks, the trainer and the"
+            f" weight store (weights.transport: Staged). Use rank_offset={TRAINER_RANKS} and world_size={right}."
+        )
     if offset != TRAINER_RANKS:
         raise RefusedError(
             f"rank_offset {offset} does not fit this fleet: the trainer is rank 0, the engines take ranks from 1 on."
@@ -169,7 +175,8 @@ class Group:
 
     def row(self, places: Mapping[str, int]) -> GroupRow:
         """Return the process group for the record, where its engines have these places."""
-        return GroupRow(places=[places[name] for name in self.boots], author=self.author, **self._facts())
+        joined = [places[name] for name in self.boots if name != STORE]
+        return GroupRow(places=joined, author=self.author, store=self.boots.get(STORE, ""), **self._facts())
 
     def _facts(self) -> dict[str, Any]:
         return {"name": self.name, "epoch": self.epoch, "world_size": self.world_size, "master": self.master, "backend": self.backend}

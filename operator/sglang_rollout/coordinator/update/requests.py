@@ -8,6 +8,7 @@ from typing import Any
 
 from sglang_rollout.wire.reasons import GateReason, Refusal, RefusalCode
 from sglang_rollout.wire.signed import SignedVersion
+from sglang_rollout.wire.staged import Shard
 
 Body = Mapping[str, Any]
 """A JSON object as the trainer sent it."""
@@ -119,6 +120,34 @@ class Claim:
 
 
 @dataclass(frozen=True)
+class Upload:
+    """``POST /fleet/updates``: begin an update whose version the trainer uploads to the weight store."""
+
+    shards: tuple[Shard, ...]
+    label: str | None = None
+    signed: SignedVersion | None = None
+    """The version that the update becomes, signed by the trainer."""
+
+
+@dataclass(frozen=True)
+class CommitUpload:
+    """``POST /fleet/updates/{update}/commit``."""
+
+    update: str
+    wait: bool = True
+    """False: answer when the weight store has the complete version; True: when it is committed."""
+    checksums: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    """What the trainer says its weights are, as in :class:`End`."""
+
+
+@dataclass(frozen=True)
+class WithdrawUpload:
+    """``DELETE /fleet/updates/{update}``."""
+
+    update: str
+
+
+@dataclass(frozen=True)
 class ReleaseMemory:
     """``/release_memory_occupation``. No tags: all kinds."""
 
@@ -169,6 +198,9 @@ Call = (
     | NewRun
     | Claim
     | FromDisk
+    | Upload
+    | CommitUpload
+    | WithdrawUpload
     | ReleaseMemory
     | ResumeMemory
     | Tensors

@@ -16,12 +16,13 @@ from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.requests import Answer, Body
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.agent import FenceRequest
-from sglang_rollout.wire.ports import AGENT_FENCE, AGENT_RUN, AGENT_SYNC
+from sglang_rollout.wire.ports import AGENT_FENCE, AGENT_RUN, AGENT_SYNC, STORE_JOIN, STORE_RECEIVE
 from sglang_rollout.wire.record import Record
 from sglang_rollout.wire.states import EngineState, FleetState
 
-COLLECTIVE = frozenset({ControlCall.INIT_GROUP.path, ControlCall.UPDATE_DISTRIBUTED.path})
-"""Calls in which engines wait for the trainer in a collective. If the trainer dies, they wait for as long as the deadline allows."""
+COLLECTIVE = frozenset({ControlCall.INIT_GROUP.path, ControlCall.UPDATE_DISTRIBUTED.path, STORE_JOIN, STORE_RECEIVE})
+"""Calls in which engines, or the weight store, wait for the trainer in a collective. If the trainer dies, they wait for as long as the
+deadline allows."""
 FENCE_DEADLINE_SECONDS = 15.0
 """An agent answers a fence as soon as its gate is closed. A scheduler that is stuck in a collective cannot be helped over HTTP."""
 SYNC_DEADLINE_SECONDS = 5.0

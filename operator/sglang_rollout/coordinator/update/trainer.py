@@ -11,15 +11,15 @@ store that accepts no connection then belongs to another trainer, and its silenc
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from sglang_rollout.api.weights_spec import OnLoss
 from sglang_rollout.coordinator.update.interruption import Cause, Interruption
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.steps import PREFLIGHT_MARGIN_SECONDS, same_body, send
+from sglang_rollout.coordinator.update.store import STORE, preflight_path
 from sglang_rollout.wire.agent import PreflightRequest
-from sglang_rollout.wire.ports import AGENT_PREFLIGHT
 
 PROBE_SECONDS = 2.0
 """How long an engine pod tries to reach the store. A live store is reached within milliseconds."""
@@ -115,17 +115,24 @@ async def probe_stores(fleet: Fleet, stores: Iterable[str]) -> dict[str, str]:
     """Let engine pods probe stores. Returns why each is not reached; empty if one is reached, or if no pod could be asked."""
     reasons = {}
     for master in stores:
-        reasons[master] = await probe_store(master, fleet.up()[:WITNESSES], PROBE_SECONDS)
+        reasons[master] = await probe_store(master, witnesses(fleet), PROBE_SECONDS)
         if not reasons[master]:
             return {}
     return reasons
 
 
-async def probe_store(master: str, witnesses: Iterable[str], seconds: float) -> str:
-    """Let the pods of these engines probe one store. Returns why it is not reached; empty if it is, or if no pod could be asked."""
+def witnesses(fleet: Fleet) -> list[str]:
+    """Return the peers that probe a trainer's store: some engines, or the weight store, which alone connects to trainers."""
+    if fleet.is_staged:
+        return [STORE] if fleet.is_up(STORE) else []
+    return fleet.up()[:WITNESSES]
+
+
+async def probe_store(master: str, peers: Collection[str], seconds: float) -> str:
+    """Let the pods of these peers probe one store. Returns why it is not reached; empty if it is, or if no pod could be asked."""
     host, _, port = master.rpartition(":")
     body = PreflightRequest(host=host, port=int(port), deadline=seconds).model_dump(mode="json")
-    results = await send(AGENT_PREFLIGHT, same_body(witnesses, body), seconds + PREFLIGHT_MARGIN_SECONDS)
+    results = await send(preflight_path(peers), same_body(peers, body), seconds + PREFLIGHT_MARGIN_SECONDS)
     asked = [result for result in results.values() if result.status]
     if not asked or any(result.ok for result in asked):
         return ""

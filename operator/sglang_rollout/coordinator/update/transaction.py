@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
+from sglang_rollout.coordinator.update.commit import commit_open_update
 from sglang_rollout.coordinator.update.interruption import Cause, Interruption
 from sglang_rollout.coordinator.update.membership import refuse_asleep
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.outcome import (
     FENCED,
-    end_sessions_and_commit,
     fail_update,
     last_reason,
     partial_message,
@@ -22,6 +22,7 @@ from sglang_rollout.coordinator.update.ranks import Group
 from sglang_rollout.coordinator.update.requests import Answer, Begin, Body, Claim, Continue, End, Flush, NewRun, Pause, SetLabel
 from sglang_rollout.coordinator.update.signatures import refuse_other_version, refuse_unsigned
 from sglang_rollout.coordinator.update.steps import GRACE_SECONDS, failures, results_by_engine, resume, same_body, send, send_and_mark_dirty
+from sglang_rollout.coordinator.update.store import describe_peer
 from sglang_rollout.coordinator.update.verify import note_held_weights
 from sglang_rollout.coordinator.update.versions import newest
 from sglang_rollout.sglang.api import ControlCall, MemoryTag
@@ -102,11 +103,11 @@ async def _pause_engines(fleet: Fleet, running: Collection[str], names: Collecti
 async def continue_all(fleet: Fleet, ask: Continue) -> Answer:
     """End the trainer's pause. For a trainer without a session this is the commit."""
     update, committed = fleet.update, None
-    if update is not None:
+    if update is not None and not _is_upload(update):
         if update.trainer_session:
             reason = "continue_generation came before end_weight_update"
             return await fail_update(fleet, UpdateReason.UNEXPECTED_CALL, reason)
-        committed = await end_sessions_and_commit(fleet, answer_now=False)
+        committed = await commit_open_update(fleet, answer_now=False)
         if not committed.success:
             return committed
     fleet.enter(Phase.RESUME)
@@ -128,11 +129,16 @@ async def continue_all(fleet: Fleet, ask: Continue) -> Answer:
     return await reply_and_fence_dropped(fleet, answer)
 
 
+def _is_upload(update: OpenUpdate) -> bool:
+    """Return True for an upload, which only its own call commits."""
+    return update.staged is not None and update.staged.is_upload
+
+
 async def begin(fleet: Fleet, ask: Begin, signed: SignedVersion | None = None) -> Answer:
     """Open a session on every member of the open process groups. These engines are dirty until a complete update."""
     if signed is not None:
         refuse_other_version(fleet, signed)  # another update may have ended meanwhile
-    failed = await open_sessions(fleet, _members(fleet), ask.body, trainer_session=True, signed=signed)
+    failed = await open_sessions(fleet, live_members(fleet), ask.body, trainer_session=True, signed=signed)
     return failed or Answer(200, "Success", {**fleet.advice(), "version": str(fleet.target())})
 
 
@@ -185,7 +191,7 @@ async def end(fleet: Fleet, ask: End) -> Answer:
     """Commit the update of the trainer's session."""
     update = fleet.require_update()
     update.checksums = update.signed.checksums if update.signed is not None else ask.checksums
-    return await end_sessions_and_commit(fleet)
+    return await commit_open_update(fleet)
 
 
 async def flush(fleet: Fleet, ask: Flush, at: str | None = None) -> Answer:
@@ -193,9 +199,8 @@ async def flush(fleet: Fleet, ask: Flush, at: str | None = None) -> Answer:
 
     For a trainer that neither pauses nor opens a session the flush of all engines is the commit.
     """
-    update, current = fleet.update, fleet.pause
-    if at is None and update is not None and not update.trainer_session and current is not None and current.cause is Cause.UPDATE:
-        committed = await end_sessions_and_commit(fleet)
+    if at is None and _commits_by_flush(fleet):
+        committed = await commit_open_update(fleet)
         if not committed.success:
             return committed
         # The commit has flushed the caches while no request ran. Requests run again now, and an engine refuses to flush while one runs.
@@ -210,6 +215,16 @@ async def flush(fleet: Fleet, ask: Flush, at: str | None = None) -> Answer:
         name, result = next(iter(failed.items()))
         return Answer(400, f"engine {name} did not flush its cache: {result.message}", {"engines": results_by_engine(results)})
     return Answer(200, "Cache flushed on all engines.", {"engines": results_by_engine(results)})
+
+
+def _commits_by_flush(fleet: Fleet) -> bool:
+    """Return True if the trainer of the open update has neither paused nor opened a session."""
+    update, current = fleet.update, fleet.pause
+    if update is None or update.trainer_session:
+        return False
+    if update.staged is not None:
+        return not update.staged.is_upload and current is None and bool(update.data)
+    return current is not None and current.cause is Cause.UPDATE
 
 
 async def set_label(fleet: Fleet, ask: SetLabel, _at: str | None = None) -> Answer:
@@ -258,13 +273,13 @@ def refuse_stale_group(fleet: Fleet, group: Group) -> None:
     changed = fleet.lost_engines(group.boots)
     if changed:
         raise RefusedError(
-            f"process group {group.name} is of epoch {group.epoch} and its member {changed[0]} was restarted or is gone."
+            f"process group {group.name} is of epoch {group.epoch} and its member, {describe_peer(changed[0])}, was restarted or is gone."
             f" Open a new process group with world_size={fleet.table.world_size}: the fleet is at epoch {fleet.epoch}.",
             fleet=fleet.advice(),
         )
 
 
-def _members(fleet: Fleet) -> dict[str, str]:
+def live_members(fleet: Fleet) -> dict[str, str]:
     """Return the members of all process groups that can still be used, with their boot IDs."""
     if not fleet.groups:
         raise RefusedError(_no_group(fleet), fleet=fleet.advice())

@@ -21,7 +21,9 @@ from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.outcome import abandon, fence_strays
 from sglang_rollout.coordinator.update.phases import Phase
 from sglang_rollout.coordinator.update.requests import Answer
+from sglang_rollout.coordinator.update.staging import holders
 from sglang_rollout.coordinator.update.steps import Operation, failures, resume, same_body, send, sync
+from sglang_rollout.coordinator.update.store import STORE
 from sglang_rollout.coordinator.update.trainer import Trainer
 from sglang_rollout.coordinator.update.transaction import pause_by_policy
 from sglang_rollout.sglang.api import ControlCall
@@ -58,6 +60,7 @@ class Upkeep:
         self._stray_since: dict[str, float] = {}
         self.chain: tuple[Task, ...] = (
             Task("abandon an update that lost an engine", self._lost_engine, partial(abandon, fleet, UpdateReason.ENGINE_LOST)),
+            Task("abandon an update whose weight store is gone", self._lost_store, partial(abandon, fleet, UpdateReason.STORE_LOST)),
             Task("apply spec.state", self._changed_state, lambda _: apply_desired_state(fleet)),
             Task("abandon what has no trainer", self._abandoned, partial(abandon, fleet, UpdateReason.TRAINER_LOST, close_groups=True)),
             Task("resume for a trainer that is back", self._returned_trainer, lambda _: _resume_for_trainer(fleet)),
@@ -86,6 +89,13 @@ class Upkeep:
         update = self._fleet.update
         lost = self._fleet.lost_engines(update.boots) if update is not None else []
         return f"engine {lost[0]} was restarted or lost in the middle of the update" if lost else None
+
+    def _lost_store(self) -> str | None:
+        """Return why the tensors of an update are lost. A store that only does not answer may still have them."""
+        staged = self._fleet.update.staged if self._fleet.update is not None else None
+        if staged is None or self._fleet.store is None or self._fleet.boot(STORE) in (None, staged.instance):
+            return None
+        return "the weight store was restarted in the middle of the update, and the tensors that it had received are lost"
 
     def _changed_state(self) -> bool | None:
         fleet = self._fleet
@@ -123,23 +133,30 @@ class Upkeep:
         return True if pauses else None
 
     def _unpaused(self) -> list[str] | None:
-        return (engines_to_pause(self._fleet) or None) if self._fleet.update is None else None
+        return (engines_to_pause(self._fleet) or None) if self._fleet.is_at_rest else None
 
     def _strays(self) -> list[str]:
         """Return the engines that are paused or in a session although no pause or update is open."""
         fleet = self._fleet
         left = [name for name in self._knowledge.give_up if not self._as_the_spec_says(name)]
         self._knowledge.give_up = []
-        if fleet.update is not None or fleet.pause is not None:
+        if not fleet.is_at_rest or fleet.pause is not None:
             self._stray_since = {}
             return left
         now = fleet.now
         stray = [name for name in self._knowledge.interrupted_engines() if not self._as_the_spec_says(name)]
         self._stray_since = {name: self._stray_since.get(name, now) for name in stray}
-        late = [name for name, since in self._stray_since.items() if now - since >= STRAY_SECONDS]
+        late = [name for name, since in self._stray_since.items() if now - since >= self._stray_limit(name)]
         for name in late:
             del self._stray_since[name]
         return [*left, *late]
+
+    def _stray_limit(self, name: str) -> float:
+        """Return after how many seconds an engine is fenced. Its agent may load the committed version from its own copy."""
+        fleet, engine, version = self._fleet, self._fleet.engines[name], self._fleet.weights.staged
+        loads = version is not None and fleet.committed is not None and not engine.holds(fleet.committed)
+        has_copy = loads and version is not None and name in holders(fleet, version)
+        return fleet.policy.deadlines.activate_seconds if has_copy else STRAY_SECONDS
 
     def _as_the_spec_says(self, name: str) -> bool:
         """Return True if the engine is paused, and in no session, because of ``spec.state`` or released memory."""

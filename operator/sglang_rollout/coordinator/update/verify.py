@@ -58,23 +58,33 @@ def note_received(fleet: Fleet, update: Update, names: frozenset[str], new: Iter
     update.tensors.setdefault(tuple(results), set()).update(names)
 
 
-async def announce_model_tensors(fleet: Fleet, update: Update) -> None:
-    """Announce the tensors of the model if blank engines may commit. They also need tensors that no trainer has sent."""
-    blank = sorted(update.blank & set(update.remaining()))
+async def announce_model_tensors(fleet: Fleet, update: Update, engines: Iterable[str]) -> None:
+    """Announce the tensors of the model if blank engines may commit. They also need tensors that no trainer has sent.
+
+    Args:
+        fleet: The fleet.
+        update: The open update.
+        engines: The engines that may commit.
+    """
+    blank = sorted(update.blank & set(engines))
     if blank and not update.names_unknown:
-        limit = fleet.policy.deadlines.pause_seconds
-        body = CheckpointRequest(path="", names=True, deadline=limit).model_dump(mode="json")
-        results = await send(
-            AGENT_CHECKPOINT, same_body(blank[:1], body), limit + CHECKPOINT_MARGIN_SECONDS, patience=PATIENCE_SECONDS, idempotent=True
-        )
-        fleet.weights.announced.add(results[blank[0]].names or ())
+        fleet.weights.announced.add((await read_model_tensors(fleet, blank[0])).names or ())
+
+
+async def read_model_tensors(fleet: Fleet, name: str) -> Result:
+    """Return names and shapes of the tensors of the model that an engine runs, as its pod reads them."""
+    limit = fleet.policy.deadlines.pause_seconds
+    body = CheckpointRequest(path="", names=True, deadline=limit).model_dump(mode="json")
+    bodies = same_body([name], body)
+    results = await send(AGENT_CHECKPOINT, bodies, limit + CHECKPOINT_MARGIN_SECONDS, patience=PATIENCE_SECONDS, idempotent=True)
+    return results[name]
 
 
 def find_incomplete(fleet: Fleet, update: Update) -> dict[str, str]:
     """Return the engines whose commit would leave a mixture of versions, and why."""
     if update.names_unknown:
         return {}
-    sent = _sent_tensors(update)
+    sent = sent_tensors(update)
     lacking = "" if starts_from_base(fleet, update) else fleet.weights.announced.missing_from(sent)
     found: dict[str, str] = {}
     for name in update.remaining():
@@ -93,7 +103,8 @@ def received_tensors(update: Update, name: str) -> frozenset[str]:
     return frozenset[str]().union(*(names for engines, names in update.tensors.items() if name in engines))
 
 
-def _sent_tensors(update: Update) -> frozenset[str]:
+def sent_tensors(update: Update) -> frozenset[str]:
+    """Return the tensors that came in the update, at any engine."""
     return frozenset[str]().union(*update.tensors.values())
 
 
@@ -112,7 +123,7 @@ def commit_tensors(fleet: Fleet, update: Update, version: Version) -> None:
     if update.checkpoint is not None:
         fleet.weights.announced = AnnouncedTensors(update.checkpoint)
     elif not update.names_unknown and starts_from_base(fleet, update):
-        fleet.weights.announced = AnnouncedTensors(_sent_tensors(update))
+        fleet.weights.announced = AnnouncedTensors(sent_tensors(update))
     fleet.commit(version, update.author, update.signed)
 
 

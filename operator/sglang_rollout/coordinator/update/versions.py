@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from sglang_rollout.wire.record import EngineChecksums, OnDisk
 from sglang_rollout.wire.signed import SignedVersion
-from sglang_rollout.wire.states import Version
+from sglang_rollout.wire.states import StagedVersion, Version
 
 MAX_LABEL_CHARACTERS = 256
 HIGHEST_STEP = 10**15
@@ -160,6 +160,8 @@ class Committed:
     """Checksums of each engine, on a fleet that keeps the weights it was started with."""
     disk: OnDisk | None = None
     """Where the committed version was loaded from; None: it came from a trainer."""
+    staged: StagedVersion | None = None
+    """Contents of the committed version; None: it did not come through the weight store, or they are not known."""
     announced: AnnouncedTensors = field(default_factory=AnnouncedTensors)
     """Tensors that an engine needs unless it holds the committed version."""
     groups: frozenset[str] = frozenset()
@@ -177,7 +179,7 @@ class Committed:
         """Make this the committed version, and tolerate as many older ones as the policy allows."""
         before = self.history or ([self.version] if self.version is not None else [])
         if version != self.version:
-            self.checksums, self.disk = {}, None
+            self.checksums, self.disk, self.staged = {}, None, None
         self.history = history(before, version, max_staleness)
         self.version, self.author, self.signed = version, author, signed
 

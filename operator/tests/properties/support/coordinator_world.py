@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from sglang_rollout.api.intent import Intent, WantedEngine
+from sglang_rollout.api.intent import Intent, WantedEngine, WantedStore
 from sglang_rollout.api.security_spec import Security, Signatures
 from sglang_rollout.api.weights_spec import Weights
 from sglang_rollout.coordinator.update import Machine
@@ -31,9 +31,10 @@ from sglang_rollout.coordinator.update.events import (
     Written,
 )
 from sglang_rollout.coordinator.update.requests import Answer, Request
+from sglang_rollout.coordinator.update.store import STORE
 from sglang_rollout.coordinator.update.versions import order_key
 from sglang_rollout.sglang.api import ControlCall
-from sglang_rollout.wire.ports import AGENT_ACK, AGENT_RUN, AGENT_SYNC
+from sglang_rollout.wire.ports import AGENT_ACK, AGENT_RUN, AGENT_SYNC, STORE_RECEIVE
 from sglang_rollout.wire.record import Adapter, Record
 from sglang_rollout.wire.states import EngineState, FleetMode, FleetState, Version
 from tests.properties.support.simulated_agent import NAMES, SimulatedAgent
@@ -89,6 +90,7 @@ class World:
         """``spec.security.signatures``."""
         self.base: int | None = None
         self.mode: FleetMode | None = None
+        self.wanted_store: WantedStore | None = None
         self.start()
 
     def start(self) -> None:
@@ -115,6 +117,7 @@ class World:
             mode=self.mode,
             uid=self.uid,
             security=Security(paths=self.paths, signatures=self.signatures),
+            store=self.wanted_store,
         )
         self.feed(Wanted(intent, frozenset(engine.name for engine in self.engines), self.now))
 
@@ -194,13 +197,14 @@ class World:
     def note_sent(self, path: str, body: Mapping[str, Any], token: object) -> None:
         """Note the last content that the trainer of the open update has sent for each tensor."""
         update = self.machine.fleet.update
-        if update is not None and path in (ControlCall.UPDATE_DISTRIBUTED.path, ControlCall.UPDATE_DISK.path):
+        if update is not None and path in (ControlCall.UPDATE_DISTRIBUTED.path, ControlCall.UPDATE_DISK.path, STORE_RECEIVE):
             if self.opened[0] is not update:
                 self.opened = (update, {})
-            names = body["names"] if path == ControlCall.UPDATE_DISTRIBUTED.path else NAMES
-            self.opened[1].update(
-                dict.fromkeys(names, token if path == ControlCall.UPDATE_DISTRIBUTED.path else ("disk", body["model_path"]))
-            )
+            if path == STORE_RECEIVE:
+                names: Iterable[str] = [tensor["name"] for tensor in body["shard"]["tensors"]]
+            else:
+                names = body["names"] if path == ControlCall.UPDATE_DISTRIBUTED.path else NAMES
+            self.opened[1].update(dict.fromkeys(names, ("disk", body["model_path"]) if path == ControlCall.UPDATE_DISK.path else token))
 
     def _under(self, version: Version, before: dict[str, object]) -> dict[str, object]:
         """Return the tensors before a commit: base weights if a new run begins on engines that all hold base weights."""
@@ -260,6 +264,9 @@ class World:
         self.note_sent(effect.path, next(iter(effect.bodies.values())), token)
         results = {}
         for name, body in effect.bodies.items():
+            if name == STORE:
+                results[name] = self.call_store(effect.path, dict(body), token, works=name not in broken and name not in lost)
+                continue
             agent = self.agents.get(name)
             if agent is None:
                 results[name] = Result(ok=False, message="it has no address.")
@@ -278,6 +285,10 @@ class World:
                 self.committed_contents[order_key(Version.model_validate(body["version"]))] = agent.content
             results[name] = result if name not in lost else Result(ok=False, message="no answer within 60 s.")
         self.feed(Answered(effect.id, results, self.now))
+
+    def call_store(self, path: str, body: dict[str, Any], token: object, *, works: bool) -> Result:
+        """Let the weight store answer a call. Only a fleet with transport Staged has one."""
+        raise AssertionError(f"{path}: this fleet has no weight store")
 
     def _content(self, folder: str, raw: dict[str, Any], otherwise: object) -> object:
         """Return the contents of a folder. A snapshot has the contents of the engines that committed its version."""

@@ -6,8 +6,9 @@ the order in which the agent's I/O code applies them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from sglang_rollout.agent import events as ev
 from sglang_rollout.agent import guards
@@ -17,10 +18,20 @@ from sglang_rollout.agent.signatures import Signatures
 from sglang_rollout.coordinator.update.events import Result
 from sglang_rollout.sglang.api import MEMORY_TAGS, ControlCall, MemoryTag
 from sglang_rollout.wire.agent import UNCHECKED, AckRequest, AgentStatus, SyncRequest
-from sglang_rollout.wire.ports import AGENT_ACK, AGENT_CHECKPOINT, AGENT_FENCE, AGENT_PREFLIGHT, AGENT_RUN, AGENT_SIGNATURE, AGENT_SYNC
+from sglang_rollout.wire.ports import (
+    AGENT_ACK,
+    AGENT_ACTIVATE,
+    AGENT_CHECKPOINT,
+    AGENT_FENCE,
+    AGENT_PREFLIGHT,
+    AGENT_RUN,
+    AGENT_SIGNATURE,
+    AGENT_STAGE,
+    AGENT_SYNC,
+)
 from sglang_rollout.wire.reasons import RefusalCode
 from sglang_rollout.wire.signed import SignedVersion
-from sglang_rollout.wire.states import EngineState, FleetState, Version
+from sglang_rollout.wire.states import EngineState, FleetState, StagedCopy, Version
 
 MEMORY = tuple(MEMORY_TAGS)
 NAMES = ("u", "v", "w")
@@ -54,6 +65,32 @@ class Engine:
     """The folder of the last update from disk."""
 
 
+@dataclass(frozen=True)
+class Copy:
+    """A complete staged version."""
+
+    tensors: Mapping[str, object]
+    digest: str
+    version: Version | None = None
+
+
+class Holder(Protocol):
+    """A pod from which others copy versions."""
+
+    copies: dict[str, Copy]
+
+    @property
+    def serves_copies(self) -> bool: ...
+
+
+def fetch(peers: Mapping[str, Holder], body: Mapping[str, Any]) -> Copy | None:
+    """Return the first complete copy with the right digest among the parents that a request names; None if no parent has one."""
+    found = (peers[name].copies.get(body["update"]) for name in body["parents"] if name in peers and peers[name].serves_copies)
+    right = next((copy for copy in found if copy is not None and copy.digest == body["digest"]), None)
+    version = Version.model_validate(body["version"]) if body["version"] else None
+    return replace(right, version=version) if right is not None else None
+
+
 @dataclass
 class SimulatedAgent:
     """One engine and its agent, as the coordinator reaches them."""
@@ -85,6 +122,12 @@ class SimulatedAgent:
     core: s.State = field(default_factory=s.State)
     signatures: Signatures | None = None
     """None: it accepts unsigned versions."""
+    copies: dict[str, Copy] = field(default_factory=dict)
+    """Staged versions in the memory of its pod, by update. They survive a restart of the engine."""
+    peers: Mapping[str, Holder] = field(default_factory=dict)
+    """The pods and the weight store that it can copy from."""
+    breaks: bool = False
+    """True if a load that fails has written already; False if the loader refuses before its first write."""
 
     def __post_init__(self) -> None:
         self._identify()
@@ -221,7 +264,13 @@ class SimulatedAgent:
     # The agent's HTTP interface
 
     def status(self) -> AgentStatus:
-        return s.status(self.core, name=self.name, gate_open=self.gate_open, signed_only=self.signatures is not None)
+        found = s.status(self.core, name=self.name, gate_open=self.gate_open, signed_only=self.signatures is not None)
+        staged = [StagedCopy(update=update, version=copy.version, bytes=8, digest=copy.digest) for update, copy in self.copies.items()]
+        return found.model_copy(update={"staged": staged})
+
+    @property
+    def serves_copies(self) -> bool:
+        return self.answers
 
     def call(self, path: str, body: dict[str, Any], token: object, works: bool) -> Result:
         """Answer one call of a coordinator.
@@ -243,6 +292,10 @@ class SimulatedAgent:
             return self._give_up(token)
         if path == AGENT_ACK:
             return self._acknowledge(AckRequest.model_validate(body), token, works)
+        if path == AGENT_STAGE:
+            return self._stage(body, works)
+        if path == AGENT_ACTIVATE:
+            return self._activate(body, works)
         if not self.up:
             return Result(ok=False, status=503, message="the engine is not up.")
         if path == AGENT_SIGNATURE:
@@ -302,7 +355,8 @@ class SimulatedAgent:
 
     def _check_folder(self, body: dict[str, Any], works: bool) -> Result:
         if not body["path"]:
-            return Result(ok=True, status=200, names=frozenset(NAMES) if self.readable else None, compared=self.readable)
+            names, shapes = (frozenset(NAMES), {name: [2] for name in NAMES}) if self.readable else (None, None)
+            return Result(ok=True, status=200, names=names, shapes=shapes, compared=self.readable)
         if body["path"] in self.forbidden:
             return Result(ok=False, status=200, message="links lead out of the folder.", code=RefusalCode.FORBIDDEN)
         found = works and (self.stocked or not body.get("snapshot"))
@@ -312,6 +366,51 @@ class SimulatedAgent:
             ok=found, status=200, message=message, digest=self.digest, path=body["path"], names=names, compared=self.readable,
             unchecked=() if self.readable else UNCHECKED, why_unchecked="" if self.readable else "no cache holds org/model",
         )  # fmt: skip
+
+    # Staged versions
+
+    def _stage(self, body: dict[str, Any], works: bool) -> Result:
+        self.copies = {update: copy for update, copy in self.copies.items() if update in (*body["keep"], body["update"])}
+        held = self.copies.get(body["update"])
+        if not body["digest"] or (held is not None and held.digest == body["digest"]):
+            return self._report()
+        found = fetch(self.peers, body) if works else None
+        if found is None:
+            return Result(ok=False, status=502, message="no parent has the version.")
+        self.copies[body["update"]] = found
+        return self._report()
+
+    def _activate(self, body: dict[str, Any], works: bool) -> Result:
+        """Load a copy: pause, session, write, compare, acknowledge."""
+        ack, copy, before = AckRequest.model_validate(body["ack"]), self.copies.get(body["update"]), self.record
+        refused = Result(ok=False, status=409, message="the engine cannot load the copy.", wrote=False)
+        is_gone = not self.up or before.boot_id != ack.boot_id or self.draining or bool(self.released)
+        if is_gone or copy is None or copy.digest != body["digest"] or s.is_update_open(before) or (not works and not self.breaks):
+            return refused
+        if self.signatures is not None and (found := self.signatures.ack_refusal(ack, before, 1)) is not None:
+            return Result(ok=False, status=found.status, message=found.message, wrote=False)
+        if self.state is EngineState.CLEAN and self.version == ack.version:
+            self._perform(ControlCall.PAUSE, {"mode": body["mode"]}, None)
+            return replace(self._compute_checksum(), agent=None)
+        self._perform(ControlCall.PAUSE, {"mode": body["mode"]}, None)
+        if not self.session:
+            self._perform(ControlCall.BEGIN_UPDATE, {}, None)
+        self.apply(ev.CallBegan(ControlCall.UPDATE_TENSOR, ""))
+        written = dict(copy.tensors) if works else dict(list(copy.tensors.items())[:1])
+        self.engine.tensors, self.engine.loaded = {**self.engine.tensors, **written}, None
+        self.apply(ev.CallEnded(ControlCall.UPDATE_TENSOR, ok=works, boot_id=before.boot_id))
+        self._perform(ControlCall.END_UPDATE, {}, None)
+        if not works:
+            return Result(ok=False, status=500, message="the loader failed.")
+        self._perform(ControlCall.SET_VERSION, {"new_version": ack.version.label}, None)
+        sums = self._compute_checksum()
+        if body["expected"] is not None and tuple(body["expected"]) != sums.checksums:
+            self.apply(ev.UpdateGivenUp())
+            return Result(ok=False, status=409, message="the engine holds other weights than it should.")
+        self.engine.content = ("staged", copy.digest)
+        self.apply(ev.UpdateAcknowledged(ack.version, tuple(ack.cohort)))
+        self.copies[body["update"]] = replace(copy, version=ack.version)
+        return sums
 
     # Control calls, in the order in which `agent.agent` applies them
 

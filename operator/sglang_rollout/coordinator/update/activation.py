@@ -1,0 +1,413 @@
+"""How an update with transport Staged ends: complete at the weight store, copied into the engine pods, and loaded by the engines. Pure.
+
+Until the record names the version, a failure changes nothing: the engines serve the version before. From then on the fleet only moves
+forward: an engine that fails is fenced and loads its copy later (:mod:`.catch_up`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from sglang_rollout.coordinator.update.membership import is_enough
+from sglang_rollout.coordinator.update.model import Fleet
+from sglang_rollout.coordinator.update.outcome import (
+    FENCED,
+    commit_particulars,
+    describe_dropped,
+    describe_missing_stage,
+    fail_update,
+    missing_stages,
+    partial_message,
+    reply_and_fence_dropped,
+    summarize_update,
+)
+from sglang_rollout.coordinator.update.phases import Phase, StagedUpdate, Update
+from sglang_rollout.coordinator.update.requests import Answer, Body
+from sglang_rollout.coordinator.update.staging import parents_in_tree, require_staging, stage_body
+from sglang_rollout.coordinator.update.steps import (
+    Results,
+    failures,
+    reply,
+    same_body,
+    send,
+    send_and_mark_dirty,
+    sync,
+    sync_and_resume,
+    write,
+)
+from sglang_rollout.coordinator.update.store import STORE
+from sglang_rollout.coordinator.update.verify import (
+    WAY_OUT,
+    announce_model_tensors,
+    commit_tensors,
+    note_held_weights,
+    sent_tensors,
+    should_verify,
+    starts_from_base,
+)
+from sglang_rollout.sglang.api import ControlCall
+from sglang_rollout.sglang.checksums import Checksums, find_difference
+from sglang_rollout.wire.agent import AckRequest
+from sglang_rollout.wire.ports import AGENT_ACTIVATE, AGENT_STAGE, STORE_SEAL
+from sglang_rollout.wire.reasons import RefusedError
+from sglang_rollout.wire.record import UpdateOutcome, UpdateReason
+from sglang_rollout.wire.staged import ActivateRequest, StoreSealRequest
+from sglang_rollout.wire.states import EngineState, StagedVersion, Version
+
+MARGIN_SECONDS = 5.0
+"""How much longer than an agent may copy or load its answer may take."""
+COPY_PATIENCE_SECONDS = 30.0
+"""How much later than half of the pods another one may have the complete version, at least."""
+LOAD_PATIENCE_SECONDS = 60.0
+"""How much later than half of the engines another one may have loaded the version, at least."""
+MAX_FAILED_CANARIES = 2
+"""Engines that may fail after their first write before the update fails: the version itself may be what engines fail at."""
+
+
+async def commit_staged(fleet: Fleet, *, answer_now: bool = True, answer_when_staged: bool = False) -> Answer:
+    """Commit the open update, or give it up.
+
+    Args:
+        fleet: The fleet, with an open update whose tensors have arrived at the weight store.
+        answer_now: False: the caller does more before the trainer may hear of a commit, and then calls :func:`reply_and_fence_dropped`.
+        answer_when_staged: True: answer as soon as the weight store has the complete version.
+
+    Raises:
+        RefusedError: No engine can take the version now, or the upload lacks pieces. The update stays open.
+    """
+    update = fleet.require_update()
+    staged = staged_part(update)
+    failed = await _complete(fleet, update, staged)
+    if failed is None and answer_when_staged:
+        await reply(staged_answer(fleet))
+    failed = failed or await _copy(fleet, update, staged) or await _load_canary(fleet, update, staged)
+    if failed is not None:
+        return failed
+    await _write_commit(fleet, update, staged)
+    await _load_rest(fleet, update, staged)
+    answer = await _finish(fleet, update, staged)
+    return (await reply_and_fence_dropped(fleet, answer)) if answer_now or not answer.success else answer
+
+
+def staged_part(update: Update) -> StagedUpdate:
+    """Return the weight store's part of an update. Raises RuntimeError if there is none: a bug."""
+    if update.staged is None:
+        raise RuntimeError("the update did not go to the weight store")
+    return update.staged
+
+
+def staged_answer(fleet: Fleet) -> Answer:
+    """Return the answer for a trainer whose version is complete at the weight store and not committed yet."""
+    staged = staged_part(fleet.require_update())
+    message = (
+        f"Success: version {staged.version} is staged. The weight store holds it completely, and the engines copy and load it now."
+        " GET /fleet shows when it is committed."
+    )
+    return Answer(200, message, {"state": "staged", "update": staged.id, "version": str(staged.version), "epoch": fleet.epoch})
+
+
+# --- STAGE -----------------------------------------------------------------------------------------------------------
+
+
+async def _complete(fleet: Fleet, update: Update, staged: StagedUpdate) -> Answer | None:
+    """Declare the version complete at the weight store. Returns the answer for the trainer if the update failed."""
+    members = _require_ready_members(fleet)
+    fleet.enter(Phase.STAGE)
+    update.held_committed, update.held_base, update.blank = set(), set(), set()
+    note_held_weights(fleet, update, members)
+    lacking = await _find_missing(fleet, update, members)
+    if lacking:
+        return await fail_update(fleet, UpdateReason.INCOMPLETE, lacking)
+    version = fleet.target()
+    body = StoreSealRequest(update=staged.id, version=version).model_dump(mode="json")
+    result = (await send(STORE_SEAL, {STORE: body}, fleet.policy.deadlines.update_seconds, idempotent=True))[STORE]
+    if not result.ok and staged.is_upload and result.status == 409:
+        raise RefusedError(f"The upload cannot be committed: {result.message}", status=409)
+    copies = result.store.copies if result.store is not None else []
+    copy = next((copy for copy in copies if copy.update == staged.id and copy.digest), None)
+    if copy is None:
+        why = result.message.rstrip(".") or "its answer does not have the complete version"
+        return await fail_update(fleet, UpdateReason.STORE_FAILED, f"the weight store could not complete the version: {why}")
+    staged.new_names += fleet.weights.announced.add(sent_tensors(update))
+    staged.version, staged.digest, staged.bytes, update.bytes = version, copy.digest, copy.bytes, copy.bytes
+    update.boots = {name: boot for name in members if (boot := fleet.boot(name)) is not None}
+    return None
+
+
+def _require_ready_members(fleet: Fleet) -> list[str]:
+    """Return the engines that can take the version. Raises RefusedError if there is none, or if memory of one is released."""
+    members = fleet.members()
+    if not members:
+        raise RefusedError("No engine of this fleet is up, so none can load the version. The update stays open. Try again.", status=503)
+    released = [name for name, engine in members.items() if engine.released]
+    if released:
+        reason = f"engine {released[0]} has released memory: call resume_memory_occupation first. The update stays open."
+        raise RefusedError(reason, status=409, fleet=fleet.advice())
+    return list(members)
+
+
+async def _find_missing(fleet: Fleet, update: Update, members: list[str]) -> str:
+    """Return what the version lacks, as a clause; empty if it is complete.
+
+    An engine that restarts loads the version over what ``model.path`` holds. So the version needs every tensor that any push of this run
+    has announced.
+    """
+    sent = sent_tensors(update)
+    if not sent:
+        return "no tensors had come when the update ended"
+    groups = missing_stages(fleet, update)
+    if groups:
+        return describe_missing_stage(groups[0])
+    await announce_model_tensors(fleet, update, members)
+    lacking = "" if starts_from_base(fleet, update) else fleet.weights.announced.missing_from(sent)
+    return f"the version lacks {lacking}: {WAY_OUT}" if lacking else ""
+
+
+async def _copy(fleet: Fleet, update: Update, staged: StagedUpdate) -> Answer | None:
+    """Wait until the pods of all engines have the version. Engines without it are dropped."""
+    tree = parents_in_tree(list(update.boots), require_staging(fleet).fanout)
+    bodies = {name: stage_body(fleet, staged.id, parents, digest=staged.digest) for name, parents in tree.items()}
+    limit = fleet.policy.deadlines.stage_seconds + MARGIN_SECONDS
+    results = await send(AGENT_STAGE, bodies, limit, patience=COPY_PATIENCE_SECONDS, idempotent=True)
+    await _drop_failed(fleet, update, staged, results, "did not copy the version")
+    return await _fail_unless_enough(fleet, update, staged, results)
+
+
+async def _drop_failed(fleet: Fleet, update: Update, staged: StagedUpdate, results: Results, what: str) -> None:
+    """Drop the engines that failed, and note which of them are gone.
+
+    An engine that was restarted, drained or lost is no reason to fail an update: it loads the version when it is back.
+    """
+    failed = failures(results)
+    if not failed:
+        return
+    heard = await sync(fleet, failed)
+    lost = {name for name in failed if _is_lost(fleet, update, name, heard)}
+    staged.lost |= lost
+    for names, code in ((failed.keys() - lost, UpdateReason.ENGINE_FAILED), (lost, UpdateReason.ENGINE_LOST)):
+        update.drop({name: f"{what}: {failed[name].message}" for name in failed if name in names}, code)
+
+
+def _is_lost(fleet: Fleet, update: Update, name: str, heard: Results) -> bool:
+    engine = fleet.engines.get(name)
+    answers = name in heard and heard[name].ok
+    return engine is None or not answers or not engine.member or engine.boot != update.boots.get(name)
+
+
+def has_enough(fleet: Fleet, update: Update, staged: StagedUpdate) -> bool:
+    """Return True if the engines that may hold the version are as many as the policy asks for. Engines that are gone do not count."""
+    return is_enough(fleet, len(update.remaining()), len(update.boots.keys() - staged.lost))
+
+
+async def _fail_unless_enough(fleet: Fleet, update: Update, staged: StagedUpdate, results: Results) -> Answer | None:
+    if has_enough(fleet, update, staged):
+        return None
+    name, why = next(iter(update.dropped.items()))
+    return await fail_update(fleet, update.reason, f"engine {name} {why}", results, engine=name)
+
+
+# --- CANARY ----------------------------------------------------------------------------------------------------------
+
+
+async def _load_canary(fleet: Fleet, update: Update, staged: StagedUpdate) -> Answer | None:
+    """Let one engine load the version. Returns the answer for the trainer if none can.
+
+    An engine that refuses before its first write serves on, and the next one is tried.
+    """
+    fleet.enter(Phase.CANARY)
+    failed_canaries = 0
+    while True:
+        name = _next_canary(fleet, update)
+        results = await _activate(fleet, update, staged, [name])
+        result = results[name]
+        if result.ok:
+            wrong = await _note_loaded(fleet, update, staged, results)
+            return (
+                await fail_update(fleet, UpdateReason.VERIFICATION_FAILED, f"engine {name} {wrong[name]}", engine=name) if wrong else None
+            )
+        await _drop_failed(fleet, update, staged, results, "did not load the version")
+        failed = await _fail_unless_enough(fleet, update, staged, results)
+        failed_canaries += result.wrote
+        if failed is not None:
+            return failed
+        if failed_canaries >= MAX_FAILED_CANARIES:
+            why = f"{failed_canaries} engines failed while they loaded the version; the last is engine {name}: {result.message}"
+            return await fail_update(fleet, UpdateReason.ENGINE_FAILED, why, results, engine=name)
+
+
+def _next_canary(fleet: Fleet, update: Update) -> str:
+    """Return the engine that loads the version first: one that holds the committed version, because it has shown that it works."""
+    remaining = update.remaining()
+    committed = fleet.committed
+    return next((name for name in remaining if committed is not None and fleet.engines[name].holds(committed)), remaining[0])
+
+
+async def _activate(fleet: Fleet, update: Update, staged: StagedUpdate, names: list[str]) -> Results:
+    """Let engines load the version, and note which engines may have changed."""
+    if staged.version is None:
+        raise RuntimeError("no engine loads a version that is not complete")
+    wanted = StagedVersion(update=staged.id, digest=staged.digest, bytes=staged.bytes)
+    cohort = update.remaining()
+    acks = {name: AckRequest(version=staged.version, boot_id=update.boots[name], cohort=cohort, signed=update.signed) for name in names}
+    expected = {name: _expected(fleet, update, staged, name) for name in names}
+    staged.called += [name for name in names if name not in staged.called]
+    results = await activate(fleet, wanted, acks, expected, checksums=should_verify(fleet))
+    staged.called = [name for name in staged.called if name not in results or results[name].wrote]
+    return results
+
+
+def _expected(fleet: Fleet, update: Update, staged: StagedUpdate, name: str) -> Checksums | None:
+    size = fleet.engines[name].tensor_size
+    return update.checksums.get(size) or staged.checksums.get(size)
+
+
+async def activate(
+    fleet: Fleet,
+    version: StagedVersion,
+    acks: Mapping[str, AckRequest],
+    expected: Mapping[str, Checksums | None],
+    *,
+    checksums: bool,
+) -> Results:
+    """Let engines load their copies of a version, all at once, and acknowledge it. They are paused afterwards.
+
+    Args:
+        fleet: The fleet.
+        version: What the copies must be.
+        acks: The acknowledgement of each engine.
+        expected: Checksums that each engine must have afterwards; None: not known.
+        checksums: True: engines return their checksums.
+    """
+    mode = fleet.pause.mode if fleet.pause is not None else None
+    bodies: dict[str, Body] = {}
+    for name, ack in acks.items():
+        wanted = expected.get(name)
+        request = ActivateRequest(
+            update=version.update, digest=version.digest, ack=ack, mode=mode or fleet.policy.pause_mode.sglang,
+            checksums=checksums or wanted is not None, expected=list(wanted) if wanted is not None else None,
+        )  # fmt: skip
+        bodies[name] = request.model_dump(mode="json")
+    engines = {name: fleet.engines[name] for name in bodies}
+    before = {name: engine.status for name, engine in engines.items()}
+    limit = fleet.policy.deadlines.activate_seconds + MARGIN_SECONDS
+    results = await send_and_mark_dirty(fleet, AGENT_ACTIVATE, bodies, limit, patience=LOAD_PATIENCE_SECONDS)
+    for name, result in results.items():
+        engine, status = engines[name], before[name]
+        if status is None or engine.boot != status.boot_id:
+            continue  # the status is of another run of the engine already
+        if result.ok:
+            held = {"state": EngineState.CLEAN, "version": acks[name].version, "cohort": acks[name].cohort}
+            engine.anticipate(fleet.next_seq(), **held, paused=True, session=False)
+        elif not result.wrote:
+            engine.status, engine.changed_seq = status, fleet.next_seq()
+    return results
+
+
+async def _note_loaded(fleet: Fleet, update: Update, staged: StagedUpdate, results: Results) -> dict[str, str]:
+    """Note which engines have loaded the version. Drops and returns those that hold other weights, and why.
+
+    Agents compare, too, and then do not acknowledge. These engines acknowledged, so they are made dirty before they are fenced.
+    """
+    verifies, wrong = should_verify(fleet), {}
+    for name in (name for name, result in results.items() if result.ok):
+        size, found = fleet.engines[name].tensor_size, results[name].checksums
+        expected = _expected(fleet, update, staged, name)
+        if found is None and (verifies or expected is not None):
+            wrong[name] = "could not be verified: its agent returned no checksums (weights.verify Off commits without)"
+        elif found is not None and expected is not None and found != expected:
+            wrong[name] = f"holds other weights than it should ({find_difference(expected, found)})"
+        elif found is not None:
+            staged.checksums[size] = found
+    update.drop(wrong, UpdateReason.VERIFICATION_FAILED)
+    staged.loaded += [name for name, result in results.items() if result.ok and name not in wrong]
+    staged.unflushed += [name for name, result in results.items() if result.ok and not result.flushed]
+    await send_and_mark_dirty(fleet, ControlCall.BEGIN_UPDATE.path, same_body(wrong), fleet.policy.deadlines.pause_seconds)
+    return wrong
+
+
+# --- ACTIVATE, COMMIT ------------------------------------------------------------------------------------------------
+
+
+async def _write_commit(fleet: Fleet, update: Update, staged: StagedUpdate) -> None:
+    """Commit the version: write it to the record, with what identifies its contents.
+
+    If the record cannot be written, it follows when it can: agents hear of the version with the next sync, which proves it.
+    """
+    fleet.enter(Phase.ACTIVATE)
+    version = fleet.target()
+    commit_tensors(fleet, update, version)
+    weights = fleet.weights
+    weights.staged = StagedVersion(update=staged.id, digest=staged.digest, bytes=staged.bytes)
+    weights.checksums = dict(staged.checksums)
+    weights.groups = frozenset(update.data) or weights.groups
+    for engine in fleet.engines.values():
+        engine.foreign = None
+    record = fleet.record()
+    if record is not None:
+        await write(record)
+
+
+async def _load_rest(fleet: Fleet, update: Update, staged: StagedUpdate) -> None:
+    """Let the other engines load the version, all at once. Drops those that fail."""
+    while rest := [name for name in update.remaining() if name not in staged.loaded]:
+        results = await _activate(fleet, update, staged, _next_wave(fleet, update, staged, rest))
+        await _note_loaded(fleet, update, staged, results)
+        await _drop_failed(fleet, update, staged, results, "did not load the version")
+    fleet.weights.checksums = dict(staged.checksums)
+    fleet.weights.commits += 1
+
+
+def _next_wave(fleet: Fleet, update: Update, staged: StagedUpdate, rest: Iterable[str]) -> list[str]:
+    """Return the engines that load now. Of a tensor size without known checksums one engine is first, and the others are compared to it."""
+    found: list[str] = []
+    leading: set[int] = set()
+    for name in rest:
+        size = fleet.engines[name].tensor_size
+        if not should_verify(fleet) or _expected(fleet, update, staged, name) is not None or size not in leading:
+            found.append(name)
+            leading.add(size)
+    return found
+
+
+async def _finish(fleet: Fleet, update: Update, staged: StagedUpdate) -> Answer:
+    """Note how the update ended, open the gates, and let the engines generate again unless the trainer has paused them."""
+    version = fleet.target()
+    fleet.enter(Phase.COMMIT)
+    loaded, dropped, enough = update.remaining(), dict(update.dropped), has_enough(fleet, update, staged)
+    update.reason = update.reason if enough else UpdateReason.TOO_FEW_ENGINES
+    outcome = UpdateOutcome.PARTIAL if dropped else UpdateOutcome.COMMITTED
+    for name in loaded:
+        fleet.engines[name].tries, fleet.engines[name].note = 0, ""
+    fleet.transaction.close()
+    fleet.transaction.end(summarize_update(fleet, version, outcome, update, describe_dropped(dropped), engines=loaded))
+    synced = await _open_gates(fleet, loaded, keeps_pause=enough)
+    fleet.transaction.last = summarize_update(fleet, version, outcome, update, describe_dropped(dropped), engines=loaded)
+    particulars = {**commit_particulars(fleet, version, synced), "outcome": outcome.value, "state": "committed", "update": staged.id}
+    if unflushed := [name for name in staged.unflushed if name in loaded]:
+        particulars["cache_not_flushed"] = unflushed
+    if not dropped:
+        return Answer(200, "Success", particulars)
+    if enough:
+        return Answer(200, f"Success: {partial_message(fleet, dropped)}", {**particulars, FENCED: dropped})
+    return Answer(
+        500, _forward_message(version, loaded, dropped), {**particulars, FENCED: dropped, "reason": UpdateReason.TOO_FEW_ENGINES.value}
+    )
+
+
+async def _open_gates(fleet: Fleet, loaded: list[str], *, keeps_pause: bool) -> Results:
+    """Send all agents the committed version, and resume the engines that have loaded it, unless the trainer's pause continues."""
+    pause = fleet.pause
+    if pause is not None and keeps_pause:
+        pause.engines = tuple(dict.fromkeys([*pause.engines, *loaded]))
+        return await sync(fleet)
+    fleet.enter(Phase.RESUME)
+    fleet.interruptions.end_pause()
+    return await sync_and_resume(fleet, dict.fromkeys([*(pause.engines if pause is not None else ()), *loaded]))
+
+
+def _forward_message(version: Version, loaded: list[str], dropped: Mapping[str, str]) -> str:
+    return (
+        f"version {version} is committed, but only {len(loaded)} of {len(loaded) + len(dropped)} engines have loaded it, fewer than"
+        f" weights.minCommitted asks for: {describe_dropped(dropped)}. The fleet moves forward: the other engines load the version from"
+        " their copies and serve again then. Do not push it again."
+    )

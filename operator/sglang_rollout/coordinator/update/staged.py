@@ -1,0 +1,184 @@
+"""Updates with transport Staged: tensors arrive at the weight store, by process group or upload, while engines generate. Pure.
+
+The source of the tensors ends here: :mod:`.activation` commits every such update in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from sglang_rollout.coordinator.update.activation import commit_staged, staged_part
+from sglang_rollout.coordinator.update.membership import refuse_asleep, require_store
+from sglang_rollout.coordinator.update.model import Fleet
+from sglang_rollout.coordinator.update.outcome import abandon, fail_update
+from sglang_rollout.coordinator.update.phases import Phase, StagedUpdate
+from sglang_rollout.coordinator.update.phases import Update as OpenUpdate
+from sglang_rollout.coordinator.update.requests import Answer, Begin, CommitUpload, Update, Upload, WithdrawUpload
+from sglang_rollout.coordinator.update.signatures import check_begin, refuse_other_version, refuse_unsigned
+from sglang_rollout.coordinator.update.staging import (
+    FLATTENED,
+    count_bytes,
+    describe_large,
+    describe_misfits,
+    find_misfits,
+    kept_updates,
+    parents_in_tree,
+    refuse_large,
+    require_staging,
+    shard_of,
+    size_limit,
+    stage_body,
+)
+from sglang_rollout.coordinator.update.steps import send
+from sglang_rollout.coordinator.update.store import STORE
+from sglang_rollout.coordinator.update.transaction import find_group, live_members, refuse_stale_group
+from sglang_rollout.coordinator.update.verify import announced_names, read_model_tensors
+from sglang_rollout.wire.ports import AGENT_STAGE, FLEET_UPDATES, STORE_OPEN, STORE_RECEIVE
+from sglang_rollout.wire.reasons import RefusedError
+from sglang_rollout.wire.record import EndedUpdate, UpdateOutcome, UpdateReason
+from sglang_rollout.wire.signed import SignedVersion
+from sglang_rollout.wire.staged import PIECE_BYTES, Shard, StoreOpenRequest, StoreReceiveRequest
+
+EARLY_SECONDS = 5.0
+"""Deadline of the call that lets agents copy while the version still arrives. An agent answers it at once."""
+EARLY_PATIENCE_SECONDS = 0.5
+"""How much later than half of the agents another one may answer that call, at least. The trainer waits for it."""
+
+
+async def begin(fleet: Fleet, ask: Begin, signed: SignedVersion | None = None) -> Answer:
+    """Open an update for a trainer with a session. Its tensors come through the open process groups."""
+    live_members(fleet)
+    if signed is not None:
+        refuse_other_version(fleet, signed)  # another update may have ended meanwhile
+    label = signed.label if signed is not None else fleet.transaction.label
+    staged = await _open_update(fleet, label, trainer_session=True, signed=signed)
+    return Answer(200, "Success", {**fleet.advice(), "version": str(fleet.target()), "update": staged.id})
+
+
+async def _open_update(
+    fleet: Fleet, label: str | None, *, trainer_session: bool = False, signed: SignedVersion | None = None, shards: Iterable[Shard] = ()
+) -> StagedUpdate:
+    """Open an update at the weight store, and let the agents copy while its tensors arrive. Raises RefusedError if the store refuses."""
+    refuse_unsigned(fleet, signed)
+    refuse_asleep(fleet)
+    listed = list(shards)
+    staged = StagedUpdate(fleet.new_update_id(), require_store(fleet), is_upload=bool(listed))
+    fleet.transaction.update = OpenUpdate({}, fleet.now, label, fleet.caller, trainer_session=trainer_session, signed=signed, staged=staged)
+    try:
+        body = StoreOpenRequest(update=staged.id, ticket="", size_limit=size_limit(fleet), shards=listed, keep=kept_updates(fleet))
+        sent = {STORE: body.model_dump(mode="json")}
+        result = (await send(STORE_OPEN, sent, fleet.policy.deadlines.pause_seconds, idempotent=True))[STORE]
+        if not result.ok:
+            why = result.message.rstrip(".")
+            raise RefusedError(f"The weight store did not open the update: {why}. Nothing has changed.", status=503, fleet=fleet.advice())
+    except RefusedError:
+        fleet.transaction.update = None
+        raise
+    fleet.enter(Phase.STAGE)
+    fleet.hold()
+    tree = parents_in_tree(list(fleet.members()), require_staging(fleet).fanout)
+    bodies = {name: stage_body(fleet, staged.id, parents) for name, parents in tree.items()}
+    # An agent that cannot begin now does so when the version is complete.
+    await send(AGENT_STAGE, bodies, EARLY_SECONDS, patience=EARLY_PATIENCE_SECONDS)
+    return staged
+
+
+async def receive(fleet: Fleet, ask: Update) -> Answer:
+    """Let the weight store receive tensors from a process group. The first tensors open the update of a trainer without a session."""
+    if fleet.update is not None and staged_part(fleet.update).is_upload:
+        raise RefusedError("An upload is open: its tensors come as pieces, and not through a process group.", status=409)
+    group = find_group(fleet, ask.group)
+    refuse_stale_group(fleet, group)
+    shard, limit = shard_of(ask.body), size_limit(fleet)
+    size = count_bytes([shard])
+    if fleet.update is None:
+        refuse_large(size, limit)
+        await _open_update(fleet, ask.label or fleet.transaction.label)
+    update = fleet.require_update()
+    staged = staged_part(update)
+    update.label = ask.label or update.label
+    update.bytes = (update.bytes or 0) + size
+    if update.bytes > limit:
+        return await fail_update(fleet, UpdateReason.TOO_LARGE, describe_large(update.bytes, limit))
+    fleet.enter(Phase.STAGE)
+    names, seconds = announced_names(ask.body), fleet.policy.deadlines.update_seconds
+    staged.new_names += fleet.weights.announced.add(names)
+    request = StoreReceiveRequest(
+        update=staged.id, group_name=group.name, shard=shard, flattened=ask.body.get("load_format") == FLATTENED, deadline=seconds
+    )
+    result = (await send(STORE_RECEIVE, {STORE: request.model_dump(mode="json")}, seconds))[STORE]
+    if not result.ok:
+        return await fail_update(fleet, UpdateReason.STORE_FAILED, f"the weight store did not receive the tensors: {result.message}")
+    update.data.add(group.name)
+    update.tensors.setdefault((STORE,), set()).update(names)
+    return Answer(200, "Succeeded to update parameter online.", {"version": str(fleet.target()), "update": staged.id})
+
+
+# --- uploads ---------------------------------------------------------------------------------------------------------
+
+
+async def check_upload(fleet: Fleet, ask: Upload) -> SignedVersion | None:
+    """Check an upload before a byte moves: its size, and every tensor against the model. Returns what is signed."""
+    refuse_asleep(fleet)
+    require_store(fleet)
+    refuse_large(count_bytes(ask.shards), size_limit(fleet))
+    for name in list(fleet.members())[:1]:
+        model = await read_model_tensors(fleet, name)
+        # A pod that cannot read the model leaves the decision to the engines.
+        problems = find_misfits(ask.shards, model.names or (), model.shapes) if model.shapes is not None else []
+        if problems:
+            raise RefusedError(describe_misfits(problems, name), fleet={"problems": len(problems)})
+    return await check_begin(fleet, Begin(signed=ask.signed))
+
+
+async def open_upload(fleet: Fleet, ask: Upload, signed: SignedVersion | None = None) -> Answer:
+    """Open an update whose version the trainer uploads. The answer has no ticket: the HTTP route adds it."""
+    if signed is not None:
+        refuse_other_version(fleet, signed)
+    label = signed.label if signed is not None else ask.label or fleet.transaction.label
+    staged = await _open_update(fleet, label, signed=signed, shards=ask.shards)
+    update = fleet.require_update()
+    update.bytes = count_bytes(ask.shards)
+    update.tensors[(STORE,)] = {tensor.name for shard in ask.shards for tensor in shard.tensors}
+    details = {"update": staged.id, "piece_bytes": PIECE_BYTES, "expires_seconds": fleet.policy.deadlines.total_seconds}
+    return Answer(200, f"Upload the pieces, then POST {FLEET_UPDATES}/{staged.id}/commit.", {**details, "version": str(fleet.target())})
+
+
+async def commit_upload(fleet: Fleet, ask: CommitUpload) -> Answer:
+    """Commit an upload. A repeated call answers how the update ended."""
+    update = fleet.update
+    if update is None or update.staged is None or update.staged.id != ask.update:
+        return _answer_ended(fleet, ask.update)
+    update.checksums = update.signed.checksums if update.signed is not None else ask.checksums
+    return await commit_staged(fleet, answer_when_staged=not ask.wait)
+
+
+async def withdraw_upload(fleet: Fleet, ask: WithdrawUpload) -> Answer:
+    """Give up an upload for its trainer."""
+    update = fleet.update
+    if update is not None and update.staged is not None and update.staged.id == ask.update:
+        await abandon(fleet, UpdateReason.WITHDRAWN, "the trainer withdrew its upload")
+        return Answer(200, "The upload was withdrawn. Nothing has changed.", {"update": ask.update})
+    ended = _find_ended(fleet, ask.update)
+    if ended.reason is UpdateReason.WITHDRAWN:
+        return Answer(200, "The upload has been withdrawn before.", {"update": ask.update})
+    raise RefusedError(f"Update {ask.update} has ended ({ended.outcome}), so it cannot be withdrawn.", status=409)
+
+
+def _answer_ended(fleet: Fleet, update: str) -> Answer:
+    ended = _find_ended(fleet, update)
+    if ended.outcome not in (UpdateOutcome.COMMITTED, UpdateOutcome.PARTIAL):
+        raise RefusedError(f"Update {update} was given up: {ended.message or ended.outcome}", status=409)
+    message = f"Success: {ended.message}" if ended.message else "Success"
+    details = {"update": update, "version": str(ended.version), "outcome": ended.outcome.value, "state": "committed"}
+    return Answer(200, message, {**details, "epoch": fleet.epoch, "committed": ended.version.model_dump(mode="json")})
+
+
+def _find_ended(fleet: Fleet, update: str) -> EndedUpdate:
+    """Return how an update ended. Raises RefusedError if it is not known."""
+    last = fleet.last_update
+    known = [*([last] if last is not None else []), *fleet.transaction.earlier]
+    found = next((ended for ended in known if ended.update == update), None)
+    if found is None:
+        raise RefusedError(f"There is no update {update}: it was never begun, or it ended long ago. Begin another one.", status=404)
+    return found

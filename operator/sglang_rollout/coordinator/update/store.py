@@ -1,0 +1,83 @@
+"""What the coordinator knows about the weight store of a fleet with transport Staged. Data only, no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from sglang_rollout.api.intent import WantedStore
+from sglang_rollout.sglang.api import ControlCall
+from sglang_rollout.wire.ports import AGENT_PREFLIGHT, STORE_LEAVE, STORE_PREFLIGHT
+from sglang_rollout.wire.staged import StoreStatus
+from sglang_rollout.wire.states import StagedCopy, StagedVersion
+
+STORE = "weight store"
+"""Name of the weight store among the peers that a Send calls. The blank keeps it apart from the name of every engine."""
+MAX_MISSES = 3
+"""A store that left this many polls in a row unanswered counts as away."""
+
+
+@dataclass
+class Store:
+    """The weight store, and the newest facts about it."""
+
+    wanted: WantedStore
+    status: StoreStatus | None = None
+    misses: int = MAX_MISSES
+    """Polls in a row without an answer."""
+    status_seq: int = 0
+    """Sequence number of the newest status. An answer to an earlier poll is ignored."""
+    is_fetching: bool = False
+    """True while it copies the committed version from agents."""
+    tries: int = 0
+    """Failed attempts to copy the committed version."""
+    retry_at: float = 0.0
+    """When it may try to copy again."""
+    note: str = ""
+    """Why the last attempt to copy failed, as a sentence; empty if none did."""
+
+    @property
+    def instance(self) -> str | None:
+        """Identifies the run of the store's process that was last seen."""
+        return self.status.instance if self.status is not None else None
+
+    @property
+    def is_up(self) -> bool:
+        """True if the store can be called now."""
+        return self.status is not None and self.misses < MAX_MISSES
+
+    def find_copy(self, update: str) -> StagedCopy | None:
+        """Return what the store holds of an update; None if it holds nothing."""
+        copies = self.status.copies if self.status is not None else []
+        return next((copy for copy in copies if copy.update == update), None)
+
+    def holds(self, version: StagedVersion) -> bool:
+        """Return True if the store has a complete copy of a version."""
+        copy = self.find_copy(version.update)
+        return copy is not None and copy.digest == version.digest
+
+    def take(self, status: StoreStatus, seq: int) -> None:
+        """Accept a status, unless it describes an earlier state.
+
+        Args:
+            status: The status.
+            seq: Sequence number of the poll. For the status in the answer to another call: a number drawn after that.
+        """
+        self.misses = 0
+        if seq >= self.status_seq:
+            self.status, self.status_seq = status, seq
+
+
+def preflight_path(names: Iterable[str]) -> str:
+    """Return the path at which these peers try to connect to a trainer's store."""
+    return STORE_PREFLIGHT if STORE in names else AGENT_PREFLIGHT
+
+
+def leave_path(names: Iterable[str]) -> str:
+    """Return the path at which these peers leave a process group."""
+    return STORE_LEAVE if STORE in names else ControlCall.DESTROY_GROUP.path
+
+
+def describe_peer(name: str) -> str:
+    """Return the name of a peer as a phrase: ``engine e0``, ``the weight store``."""
+    return "the weight store" if name == STORE else f"engine {name}"
