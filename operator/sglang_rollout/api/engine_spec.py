@@ -102,7 +102,8 @@ ENGINE_ENV = ("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "SGLANG_RUST_SERVER", 
 """Environment variables that would break health checks, the control API or the ranks of an engine's pods."""
 
 _GPUS = "self.parallelism.tensor * self.parallelism.pipeline * self.parallelism.data"
-_ONE_POD = f"(!has(self.nodes) || self.nodes == 1) && (self.gpuResource == '' || !has(self.gpusPerPod) || self.gpusPerPod == {_GPUS})"
+ONE_POD = f"(!has(self.nodes) || self.nodes == 1) && (self.gpuResource == '' || !has(self.gpusPerPod) || self.gpusPerPod == {_GPUS})"
+"""CEL expression on ``engine`` for "one pod holds the whole engine"."""
 
 
 EngineArgument = Annotated[
@@ -153,8 +154,8 @@ class Parallelism(ApiModel):
     tensor: int = Field(default=1, ge=1, le=64)
     """Tensor-parallel ranks of one engine. They are consecutive ranks in a trainer's process group."""
     pipeline: int = Field(default=1, ge=1, le=64)
-    """Pipeline stages, each of `tensor` ranks. Above 1 only with `weights.transport: Disk`, because SGLang then cannot receive
-    weights over a process group."""
+    """Pipeline stages, each of `tensor` ranks. Above 1 only with `weights.transport: Staged` or `Disk`, because SGLang then cannot
+    receive weights over a process group."""
     data: int = Field(default=1, ge=1, le=64)
     """Copies of the model behind one server, each of `tensor * pipeline` ranks, all in one pod. Above 1 only with
     `weights.transport: Disk`. More engines (`replicas`) have the same effect and can be updated over a process group."""
@@ -220,13 +221,13 @@ class Engine(EngineFlags):
             field=".nodes",
         ),
         rule(
-            f"self.parallelism.data == 1 || ({_ONE_POD})",
+            f"self.parallelism.data == 1 || ({ONE_POD})",
             "engine.parallelism.data above 1 needs the whole engine in one pod: SGLang does not spread data-parallel replicas"
             " over nodes. Use more engines (replicas) instead, or leave engine.nodes and engine.gpusPerPod out.",
             field=".parallelism.data",
         ),
         rule(
-            f"self.parallelism.pipeline == 1 || ({_ONE_POD}) || [has(self.nodes) ? self.nodes : ({_GPUS}) / self.gpusPerPod]"
+            f"self.parallelism.pipeline == 1 || ({ONE_POD}) || [has(self.nodes) ? self.nodes : ({_GPUS}) / self.gpusPerPod]"
             ".all(n, n > 0 && (n % self.parallelism.pipeline == 0 || self.parallelism.pipeline % n == 0))",
             "engine.parallelism.pipeline and the pods of an engine must divide one another: SGLang gives a pod whole stages, or a"
             " stage whole pods. Use as many pods as stages, or a multiple or a divisor of them.",

@@ -20,7 +20,9 @@ MODEL_VOLUME = "rollout-model"
 CACHE_VOLUME = "rollout-cache"
 PRIVATE_VOLUMES = ("rollout-gate", "rollout-agent", "rollout-public-keys", "rollout-authority", "control", "tmp")
 """Volumes of the engine pod that only gate and agent mount."""
-RESERVED_VOLUMES = ("run", *PRIVATE_VOLUMES, "shm", MODEL_VOLUME, CACHE_VOLUME)
+STAGED_VOLUME = "rollout-staged"
+VERDICTS_VOLUME = "rollout-verdicts"
+RESERVED_VOLUMES = ("run", *PRIVATE_VOLUMES, "shm", MODEL_VOLUME, CACHE_VOLUME, STAGED_VOLUME, VERDICTS_VOLUME)
 """Volumes of the engine pod that belong to the operator."""
 
 SMG_CONTAINER = "smg"

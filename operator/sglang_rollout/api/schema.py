@@ -77,11 +77,11 @@ def refuse_flags(flags: tuple[str, ...], message: str) -> dict[str, str]:
     return rule(f"self.size() < 3 || !self.startsWith('--') || !{list(flags)}.exists(f, f.startsWith(self.split('=')[0]))", message)
 
 
-def sets_flag(*flags: str) -> str:
-    """Return the CEL expression on ``engine`` for "``args`` sets one of ``flags``, also by an abbreviation"."""
+def sets_flag(*flags: str, engine: str = "self") -> str:
+    """Return the CEL expression for "``args`` of ``engine`` sets one of ``flags``, also by an abbreviation"."""
     word = "a.split('=')[0]"
     matches = f"'{flags[0]}'.startsWith({word})" if len(flags) == 1 else f"{list(flags)}.exists(f, f.startsWith({word}))"
-    return f"has(self.args) && self.args.exists(a, a.size() > 2 && a.startsWith('--') && {matches})"
+    return f"has({engine}.args) && {engine}.args.exists(a, a.size() > 2 && a.startsWith('--') && {matches})"
 
 
 def refuse_flags_like(*beginnings: str, message: str) -> dict[str, str]:

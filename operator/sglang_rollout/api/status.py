@@ -384,6 +384,8 @@ class Reason(StrEnum):
     """Pods of an engine are starting or being deleted."""
     ROUTER_NOT_READY = "RouterNotReady"
     """The router pod does not run."""
+    STORE_NOT_READY = "StoreNotReady"
+    """The weight store does not run (`weights.transport: Staged`). The engines serve, and the fleet takes no new weights."""
     UPDATING = "Updating"
     """A rolling update of the engines' pods is running."""
     SCALING = "Scaling"

@@ -20,7 +20,7 @@ from sglang_rollout.api.schema import ApiModel, argument, rule, with_rules
 from sglang_rollout.api.security_spec import Security
 from sglang_rollout.api.sharing_spec import Mode, Sharing, rules_of_modes
 from sglang_rollout.api.status import RolloutStatus
-from sglang_rollout.api.weights_spec import Weights
+from sglang_rollout.api.weights_spec import Weights, rules_of_transports
 
 MAX_ENGINES = 1000
 """With a four-digit index the longest engine name fits the 63 characters of a StatefulSet's revision label."""
@@ -147,14 +147,6 @@ class RolloutSpec(ApiModel):
             field=".engine",
         ),
         rule(
-            "self.mode != 'Standalone' || (self.engine.parallelism.pipeline == 1 && self.engine.parallelism.data == 1)"
-            " || (has(self.weights) && has(self.weights.transport) && self.weights.transport == 'Disk')",
-            "engine.parallelism.pipeline and data above 1 need weights.transport Disk: SGLang cannot then take weights over a"
-            " process group. Set it, and have the trainer call update_weights_from_disk; or use more engines (replicas) instead"
-            " of data, and more tensor ranks instead of pipeline stages.",
-            field=".engine",
-        ),
-        rule(
             "self.state == 'Suspended' || oldSelf.state == 'Suspended' || self.replicas == 0 || oldSelf.replicas == 0"
             " || (has(self.scheduling.queueName) ? self.scheduling.queueName : '')"
             " == (has(oldSelf.scheduling.queueName) ? oldSelf.scheduling.queueName : '')",
@@ -193,6 +185,7 @@ class RolloutSpec(ApiModel):
         *rules_against_overlaid_variables(),
         *rules_of_fleet_ports(),
         *rules_of_modes(),
+        *rules_of_transports(),
     )
 
     replicas: int = Field(default=1, ge=0, le=MAX_ENGINES)
@@ -209,7 +202,7 @@ class RolloutSpec(ApiModel):
     """`Active`: engines serve. `Paused`: no engine generates, but weight updates continue. `Asleep`: engines release their memory;
     needs `engine.memorySaver` (docs/how-to/pause-and-sleep.md). `Suspended`: no engine runs and no GPU is used; the object, its URL,
     run and committed version are kept. Engines that start afterwards hold the weights of `model.path`. If another version is committed,
-    they wait for the next push, or catch up from `weights.catchUp.disk`."""
+    they wait for the next push, or catch up from `weights.catchUp.disk` or from the weight store."""
     sleep: Sleep = Sleep()
     """Settings of `state: Asleep`."""
     model: Model
