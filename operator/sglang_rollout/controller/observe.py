@@ -68,7 +68,7 @@ async def _add_cluster(kube: Kube, fleet: FleetView) -> FleetView:
         stopped, absent = await _check_queue(kube, rollout)
         largest = await _find_largest_node(kube, rollout)
         cluster = replace(cluster, queue_problem=absent, queue_stopped=stopped, largest=largest)
-    if any(engine.lacks_pods for engine in fleet.existing):
+    if any(engine.lacks_pods for engine in fleet.existing) or (fleet.store is not None and fleet.store_pod is None):
         cluster = replace(cluster, creation_errors=await _find_creation_errors(kube, fleet, rollout))
     children = {**fleet.children, **{(group["kind"], group["metadata"]["name"]): group for group in groups}}
     return replace(fleet, children=children, cluster=cluster)
@@ -131,12 +131,13 @@ async def _check_queue(kube: Kube, rollout: SGLangRollout) -> tuple[str, str]:
 
 
 async def _find_creation_errors(kube: Kube, fleet: FleetView, rollout: SGLangRollout) -> dict[str, str]:
-    """Return why pods of engines cannot be created. The StatefulSet controller reports the reason only in Events."""
+    """Return why pods of engines or of the weight store cannot be created. The StatefulSet controller reports the reason only in Events."""
     try:
         events = await kube.list(EVENTS, rollout.namespace, fields={"involvedObject.kind": "StatefulSet", "reason": "FailedCreate"})
     except Refused:
         return {}  # the RBAC rules are those of an older chart
-    return find_creation_errors(events.items, [engine.statefulset for engine in fleet.existing if engine.statefulset])
+    statefulsets = [*(engine.statefulset for engine in fleet.existing), fleet.store]
+    return find_creation_errors(events.items, [statefulset for statefulset in statefulsets if statefulset])
 
 
 async def _find_largest_node(kube: Kube, rollout: SGLangRollout) -> LargestNode | None:

@@ -16,7 +16,9 @@ OPERATOR_RULES: list[Object] = [
     {"apiGroups": ["rollout.sglang.io"], "resources": ["sglangrollouts/status"], "verbs": ["patch"]},
     # Required by OwnerReferencesPermissionEnforcement (OpenShift), because owner references set blockOwnerDeletion.
     {"apiGroups": ["rollout.sglang.io"], "resources": ["sglangrollouts/finalizers"], "verbs": ["update"]},
-    {"apiGroups": [""], "resources": ["serviceaccounts", "services"], "verbs": _HEAL},
+    {"apiGroups": [""], "resources": ["serviceaccounts"], "verbs": _HEAL},
+    # delete: the Service of the weight store, which a rollout with another transport no longer has.
+    {"apiGroups": [""], "resources": ["services"], "verbs": _PRUNE},
     # No list, no watch: the operator reads the Secret of a rollout by its name.
     {"apiGroups": [""], "resources": ["secrets"], "verbs": ["get", "create", "patch"]},
     # update: for the coordinator's Role. RBAC forbids granting a right that the grantor lacks.
@@ -29,6 +31,7 @@ OPERATOR_RULES: list[Object] = [
     {"apiGroups": ["apps"], "resources": ["daemonsets", "statefulsets"], "verbs": _PRUNE},
     {"apiGroups": ["rbac.authorization.k8s.io"], "resources": ["roles", "rolebindings"], "verbs": _HEAL},
     {"apiGroups": ["networking.k8s.io"], "resources": ["networkpolicies"], "verbs": _PRUNE},
+    {"apiGroups": ["policy"], "resources": ["poddisruptionbudgets"], "verbs": _PRUNE},
     # list: the StatefulSet controller reports only in Events why pods cannot be created. The operator counts its own Events.
     {"apiGroups": [""], "resources": ["events"], "verbs": ["get", "list", "create", "patch"]},
     # Children of rollouts with scheduling.gang. Clusters without coscheduling do not know this kind.

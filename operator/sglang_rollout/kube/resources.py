@@ -49,6 +49,7 @@ SECRETS = Resource("v1", "secrets", "Secret")
 SERVICEACCOUNTS = Resource("v1", "serviceaccounts", "ServiceAccount")
 ROLES = Resource("rbac.authorization.k8s.io/v1", "roles", "Role")
 ROLEBINDINGS = Resource("rbac.authorization.k8s.io/v1", "rolebindings", "RoleBinding")
+DISRUPTION_BUDGETS = Resource("policy/v1", "poddisruptionbudgets", "PodDisruptionBudget")
 NETWORK_POLICIES = Resource("networking.k8s.io/v1", "networkpolicies", "NetworkPolicy")
 ENDPOINTSLICES = Resource("discovery.k8s.io/v1", "endpointslices", "EndpointSlice")
 LEASES = Resource("coordination.k8s.io/v1", "leases", "Lease")
@@ -70,6 +71,7 @@ _ALL = (
     ROLES,
     ROLEBINDINGS,
     NETWORK_POLICIES,
+    DISRUPTION_BUDGETS,
     ENDPOINTSLICES,
     LEASES,
     EVENTS,

@@ -18,6 +18,7 @@ from sglang_rollout.controller.decide.engine_status import (
 )
 from sglang_rollout.controller.decide.isolation import evaluate_isolation
 from sglang_rollout.controller.decide.plan import Failure
+from sglang_rollout.controller.decide.store import describe_store_problem, has_store_failed
 from sglang_rollout.controller.decide.view import FleetView
 from sglang_rollout.controller.render import names
 from sglang_rollout.wire.reasons import end_sentence
@@ -253,6 +254,8 @@ def _was_interrupted_by_spec(fleet: FleetView) -> bool:
 
 def _all_serve(summary: FleetSummary) -> Finding:
     kind, rollout = ConditionType.READY, summary.fleet.rollout
+    if summary.wanted and (problem := describe_store_problem(summary.fleet)):
+        return Finding(kind, "False", Reason.STORE_NOT_READY, problem)
     if summary.wanted and not summary.away:
         return Finding(kind, "True", Reason.ALL_SERVING, f"All {len(summary.wanted)} engines serve{summary.version_suffix}.")
     if summary.wanted:
@@ -347,7 +350,7 @@ def _degraded(summary: FleetSummary) -> Finding:
     interruption = _find_interruption(summary)
     if interruption is not None and interruption[0] is Reason.TRAINER_LOST:
         return Finding(kind, "True", *interruption)
-    checks = (_check_certificate, _check_callers, _check_last_update, _check_nodes, _check_prefetch)
+    checks = (_check_certificate, _check_callers, _check_store, _check_last_update, _check_nodes, _check_prefetch)
     if found := next(filter(None, (check(summary) for check in checks)), None):
         return Finding(kind, "True", *found)
     return Finding(kind, "False", Reason.AS_EXPECTED, "Nothing needs attention.")
@@ -368,6 +371,11 @@ def _check_callers(summary: FleetSummary) -> tuple[Reason, str] | None:
         " namespace only."
     )
     return Reason.NOT_ALLOWED, message
+
+
+def _check_store(summary: FleetSummary) -> tuple[Reason, str] | None:
+    fleet = summary.fleet
+    return (Reason.STORE_NOT_READY, describe_store_problem(fleet)) if has_store_failed(fleet) else None
 
 
 def _check_last_update(summary: FleetSummary) -> tuple[Reason, str] | None:

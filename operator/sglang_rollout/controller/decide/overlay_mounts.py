@@ -9,18 +9,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from sglang_rollout.api.pod_template import ENGINE_CONTAINER, PRIVATE_VOLUMES, ROUTER_VOLUMES
+from sglang_rollout.api.pod_template import ENGINE_CONTAINER, PRIVATE_VOLUMES, ROUTER_VOLUMES, STAGED_VOLUME, VERDICTS_VOLUME
 from sglang_rollout.api.v1alpha1 import SGLangRollout
-from sglang_rollout.controller.render.names import RUN_DIR
+from sglang_rollout.controller.render.names import RUN_DIR, STAGED_DIR, VERDICTS_DIR
 
 _CONTAINERS = ("containers", "initContainers")
+_ENGINE_FOLDERS = {
+    RUN_DIR: "the operator starts and ends the engine by files in",
+    STAGED_DIR: "the engine loads staged versions from",
+    VERDICTS_DIR: "the agent reads how staged versions were loaded in",
+}
+"""Folders of the engine that no mount may hide, and why."""
 
 
 def find_forbidden_mount(rollout: SGLangRollout) -> str:
     """Return the first mount of an overlay that is refused, as a sentence; empty if there is none. The overlays have a Pod's shape."""
     spec = rollout.spec
     for at, overlay, private in (
-        ("spec.podTemplate", spec.pod_template, PRIVATE_VOLUMES),
+        ("spec.podTemplate", spec.pod_template, (*PRIVATE_VOLUMES, STAGED_VOLUME, VERDICTS_VOLUME)),
         ("spec.router.podTemplate", spec.router.pod_template, ROUTER_VOLUMES),
     ):
         written = overlay.model_dump(mode="json", by_alias=True, exclude_unset=True) if overlay is not None else {}
@@ -31,8 +37,10 @@ def find_forbidden_mount(rollout: SGLangRollout) -> str:
                 return f"{begin} mount the volume {name}: it belongs to the operator's own containers."
             if {".", ".."} & set(path.split("/")):
                 return f"{begin} mount anything at {path}: write the path without the elements . and .."
-            if at == "spec.podTemplate" and container == ENGINE_CONTAINER and _hides(path, RUN_DIR):
-                return f"{begin} mount anything at {path}: the operator starts and ends the engine by files in {RUN_DIR}."
+            if at == "spec.podTemplate" and container == ENGINE_CONTAINER:
+                for folder, why in _ENGINE_FOLDERS.items():
+                    if _hides(path, folder):
+                        return f"{begin} mount anything at {path}: {why} {folder}."
     return ""
 
 

@@ -15,6 +15,7 @@ from sglang_rollout.controller.decide.drift import find_difference, stamp
 from sglang_rollout.controller.decide.elastic import count_base_group_members, is_held_for_base, is_partly_placed
 from sglang_rollout.controller.decide.pods import count_designed_pods
 from sglang_rollout.controller.decide.rollout import Restart, plan_restarts
+from sglang_rollout.controller.decide.store import find_outdated_store, is_store_in_use
 from sglang_rollout.controller.decide.view import FleetView
 from sglang_rollout.controller.render import names, render_all
 from sglang_rollout.controller.render.common import Settings
@@ -97,11 +98,14 @@ def make_plan(fleet: FleetView, settings: Settings, now: str = "", allowed: Allo
     if fleet.cluster.tls_problem and not fleet.serves_wanted_certificate:
         return Plan(requeue_after=WAIT_SECONDS, refusal=Failure(Reason.INVALID_CERTIFICATE, fleet.cluster.tls_problem))
     applies, blocked = _plan_applies(fleet, wanted)
-    restarts, waits = plan_restarts(fleet, {apply.object["metadata"]["name"] for apply in applies}, now)
+    unapplied = {apply.object["metadata"]["name"] for apply in applies}
+    restarts, waits = plan_restarts(fleet, unapplied, now)
+    store = find_outdated_store(fleet, unapplied)
+    replaced = [Delete("v1", "Pod", store.name, store.uid, "outdated, and not in use")] if store else []
     lacks_something = any(is_partly_placed(fleet, engine) or engine.lacks_pods for engine in fleet.existing)
     waits = waits or lacks_something or bool(fleet.cluster.gang_problem or fleet.cluster.queue_problem or fleet.cluster.tls_problem)
     requeue = SETTLE_SECONDS if blocked else WAIT_SECONDS if waits else None
-    return Plan((*applies, *_plan_prunes(fleet, wanted), *(_delete(restart) for restart in restarts)), requeue)
+    return Plan((*applies, *_plan_prunes(fleet, wanted), *replaced, *(_delete(restart) for restart in restarts)), requeue)
 
 
 def find_ownership_conflict(live: Object, wanted: Object) -> str:
@@ -131,7 +135,15 @@ def _render_creatable(fleet: FleetView, settings: Settings, new_key: str | None)
         return []
     token = token_of(fleet.child("Secret", names.control_name(rollout.name))) or new_key
     members = count_base_group_members(fleet)
-    rendered = render_all(rollout, settings, token, gates=fleet.gate_ports, avoided=fleet.avoided_nodes, members=members)
+    rendered = render_all(
+        rollout,
+        settings,
+        token,
+        gates=fleet.gate_ports,
+        avoided=fleet.avoided_nodes,
+        members=members,
+        is_store_in_use=is_store_in_use(fleet),
+    )
     held = {engine.name for engine in fleet.wanted if is_held_for_base(fleet, engine)}
     refused = {POD_GROUPS.kind} if fleet.cluster.gang_problem else set()
     if fleet.cluster.tls_problem:

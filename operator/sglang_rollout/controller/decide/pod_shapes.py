@@ -1,6 +1,6 @@
 """Check that the open parts of a spec have the shape of a Pod. Pure.
 
-The open parts are ``podTemplate`` and ``affinity``, also the router's; they are checked as far as rendering reads them.
+The open parts are ``podTemplate`` and ``affinity``, also those of router and weight store; they are checked as far as rendering reads them.
 The API server stores any value there and checks it only when a child is applied. Rendering would fail on another shape.
 """
 
@@ -57,9 +57,11 @@ def find_misfit(rollout: SGLangRollout) -> str:
     """Return the first field whose shape differs from a Pod's, as a sentence; empty if there is none."""
     spec = rollout.spec
     found: list[str] = []
+    store = spec.weights.store
     for at, scheduling, overlay in (
         ("spec", spec.scheduling, spec.pod_template),
         ("spec.router", spec.router.scheduling, spec.router.pod_template),
+        *((("spec.weights.store", store.scheduling, None),) if store is not None else ()),
     ):
         found += _find_misfits(scheduling.affinity, _AFFINITY, f"{at}.scheduling.affinity")
         if overlay is not None:

@@ -182,6 +182,10 @@ class Pod:
         """Return True if the pod starts SGLang with this flag."""
         return flag in (_container(self.spec, ENGINE_CONTAINER).get("args") or [])
 
+    def has_volume(self, name: str) -> bool:
+        """Return True if the pod has this volume."""
+        return any(volume.get("name") == name for volume in self.spec.get("volumes") or [])
+
     def find_trouble(self, *, failed_before: bool = False) -> Trouble | None:
         """Return why the pod does not come up; None if no problem is known.
 

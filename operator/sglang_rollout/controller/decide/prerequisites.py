@@ -45,7 +45,7 @@ class Cluster:
     largest: LargestNode | None = None
     """The node with the most GPUs; None if unknown, for example because the operator may not list nodes."""
     creation_errors: Mapping[str, str] = field(default_factory=dict)
-    """Why pods of engines cannot be created, quoting the StatefulSet controller, by engine."""
+    """Why pods of engines or of the weight store cannot be created, quoting the StatefulSet controller, by StatefulSet."""
 
 
 def describe_missing_queue(name: str, namespace: str, *, installed: bool) -> str:

@@ -4,7 +4,8 @@ At most one engine is taken out of service per pass, in the order of these quest
 
     StatefulSet not applied yet, or its controller lags     -> wait; a pod deleted now would return unchanged
     outdated engine that is not ready, or lacks pods        -> delete its pods: it serves no request
-    another engine does not serve (and is not paused)       -> wait; surplus engines without room are ignored
+    another engine does not serve (and is not paused)       -> wait; surplus engines without room are ignored,
+                                                               and engines that cannot take staged versions
     outdated engine                                         -> delete its pods; an engine that does not serve comes first
     fleet Asleep by spec.state, so that no engine serves    -> delete the pods of one engine that was made without memorySaver
 
@@ -25,6 +26,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from sglang_rollout.api.engine_flags import FLAGS
+from sglang_rollout.api.pod_template import STAGED_VOLUME
 from sglang_rollout.controller.decide.elastic import find_stranded_pods, waits_for_room
 from sglang_rollout.controller.decide.pods import Pod
 from sglang_rollout.controller.decide.view import EngineView, FleetView
@@ -72,9 +74,10 @@ def _plan_next_engine(
 ) -> list[Restart]:
     """Return the restarts of the next engine of the rolling update; none if the update must wait."""
     away = {engine.index for engine in considered if not (engine.is_serving or engine.is_paused_by_spec)}
+    stale = {engine.index for engine in settled if _cannot_be_updated(fleet, engine)}
     # An outdated engine that does not serve comes first; then the highest index, as everywhere in Kubernetes.
     for engine in sorted(settled, key=lambda candidate: (candidate.index not in away, -candidate.index)):
-        if away <= {engine.index}:
+        if away - stale <= {engine.index}:
             return _restart_all([engine], outdated, "outdated, and all other engines serve")
     # No engine of a sleeping fleet serves, so an engine that cannot sleep has to be recreated anyway, one at a time.
     awake = [engine for engine in settled if _cannot_sleep(fleet, engine)]
@@ -117,6 +120,17 @@ def _plan_moves(fleet: FleetView, outdated: Set[int], now: str) -> Iterator[Rest
 def _is_settled(engine: EngineView, unapplied: Set[str]) -> bool:
     """Return True if a deleted pod would come back from the wanted template."""
     return engine.name not in unapplied and engine.is_observed
+
+
+def _cannot_be_updated(fleet: FleetView, engine: EngineView) -> bool:
+    """Return True if an engine lacks the committed version, and cannot take any, because its pods were made without staged versions.
+
+    Such engines serve again only after their restart. Several of them must not wait for one another.
+    """
+    if fleet.rollout is None or not fleet.rollout.spec.weights.is_staged or fleet.record is None:
+        return False
+    is_idle = fleet.record.under_way is None and not engine.holds_committed
+    return is_idle and not any(pod.has_volume(STAGED_VOLUME) for pod in engine.pods)
 
 
 def _cannot_sleep(fleet: FleetView, engine: EngineView) -> bool:

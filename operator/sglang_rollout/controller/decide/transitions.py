@@ -34,6 +34,7 @@ _REPORTED_REASONS = frozenset(
         Reason.QUEUE_NOT_FOUND,
         Reason.GANG_NOT_POSSIBLE,
         Reason.ROUTER_NOT_READY,
+        Reason.STORE_NOT_READY,
         Reason.TRAINER_LOST,
     }
 )
@@ -221,7 +222,7 @@ def _ready_events(old: Status, new: Status) -> Iterator[EventToPost]:
     elif reason == Reason.ROUTER_NOT_READY and before.get("status") is None:
         return
     elif reason in _REPORTED_REASONS:
-        is_expected = reason == Reason.ROUTER_NOT_READY and before.get("status") == "False"
+        is_expected = reason in {Reason.ROUTER_NOT_READY, Reason.STORE_NOT_READY} and before.get("status") == "False"
         yield EventToPost("Normal" if is_expected else "Warning", reason, str(after.get("message")), f"NotReady/{reason}")
 
 

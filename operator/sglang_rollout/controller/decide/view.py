@@ -210,6 +210,21 @@ class FleetView:
         """Pods of the router, by name."""
         return tuple(pod for _, pod in sorted(self.pods.items()) if pod.component == names.COMPONENT_ROUTER)
 
+    @property
+    def store(self) -> Object | None:
+        """The live StatefulSet of the weight store."""
+        return self.child("StatefulSet", names.store_name(self.name))
+
+    @cached_property
+    def is_store_observed(self) -> bool:
+        """True if the StatefulSet controller has seen the newest template of the weight store."""
+        return _is_observed(self.store)
+
+    @cached_property
+    def store_pod(self) -> Pod | None:
+        """The pod of the weight store."""
+        return next((pod for pod in self.pods.values() if pod.component == names.COMPONENT_STORE), None)
+
     @cached_property
     def gate_ports(self) -> dict[str, int]:
         """Ports of the existing gates, by engine. During a rolling update to other ports most gates still have the old one."""

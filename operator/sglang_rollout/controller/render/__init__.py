@@ -13,6 +13,7 @@ from sglang_rollout.controller.render.network_policies import network_policies
 from sglang_rollout.controller.render.placement import pod_groups
 from sglang_rollout.controller.render.prefetch import prefetch
 from sglang_rollout.controller.render.router import router_deployment
+from sglang_rollout.controller.render.store import store_objects
 
 __all__ = ["render_all"]
 
@@ -25,6 +26,7 @@ def render_all(
     gates: Mapping[str, int] | None = None,
     avoided: Sequence[str] = (),
     members: int | None = None,
+    is_store_in_use: bool = False,
 ) -> list[dict[str, Any]]:
     """Return every child object of a rollout. Objects that other objects need come first.
 
@@ -35,6 +37,7 @@ def render_all(
         gates: Ports of existing gates, by engine. Other gates are where the spec puts them.
         avoided: Nodes that engines keep off.
         members: Present number of pods in the PodGroup of the base. None: the number that the spec asks for.
+        is_store_in_use: True while the loss of the weight store would fail an update of the trainer.
     """
     return [
         *rbac(rollout),
@@ -44,6 +47,7 @@ def render_all(
         weights(rollout),
         *network_policies(rollout),
         *services(rollout),
+        *store_objects(rollout, settings, is_in_use=is_store_in_use),
         router_deployment(rollout, settings),
         *prefetch(rollout, settings),
         *pod_groups(rollout, members),

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from sglang_rollout.api.limits_spec import CUSTOM_LOGIT_PROCESSOR, gate_options
 from sglang_rollout.api.pod_template import AGENT_CONTAINER, ENGINE_CONTAINER, GATE_CONTAINER
 from sglang_rollout.api.v1alpha1 import SGLangRollout
-from sglang_rollout.controller.render import common, names, tls
+from sglang_rollout.controller.render import common, names, staging, tls
 from sglang_rollout.controller.render.common import Object, Settings, http_probe
 from sglang_rollout.controller.render.engine_arguments import agent_args, agent_environment, engine_environment, server_args, server_ranks
 from sglang_rollout.controller.render.hashing import revisions
@@ -114,6 +114,7 @@ def _pod_template(rollout: SGLangRollout, settings: Settings, index: int, revisi
                 *tls.agent_volumes(rollout),
                 *_key_volumes(rollout),
                 *volumes(rollout),
+                *staging.pod_volumes(rollout),
             ],
         },
     }
@@ -155,13 +156,17 @@ def _agent(rollout: SGLangRollout, settings: Settings, name: str, ports: EngineP
         mounts=[
             *(RUN_MOUNT, GATE_MOUNT, AGENT_MOUNT, common.TMP_MOUNT, common.CONTROL_MOUNT, *tls.agent_mounts(rollout)),
             *({"name": volume["name"], "mountPath": names.PUBLIC_KEYS_DIR, "readOnly": True} for volume in _key_volumes(rollout)),
+            *staging.agent_mounts(rollout),
         ],
         restartPolicy="Always",
         args=agent_args(rollout, name, ports),
         env=agent_environment(rollout),
+        **staging.agent_ports(rollout),
         startupProbe=http_probe(AGENT_HEALTH, ports.probes, periodSeconds=1, timeoutSeconds=3, failureThreshold=120),
         livenessProbe=http_probe(AGENT_HEALTH, ports.probes, periodSeconds=10, timeoutSeconds=5, failureThreshold=6),
-        resources=own_resources(AGENT_CONTAINER, rollout.spec.engine.agent_resources),
+        resources=staging.add_staged_bytes(
+            own_resources(AGENT_CONTAINER, rollout.spec.engine.agent_resources), staging.staging_of(rollout)
+        ),
     )
 
 
@@ -199,7 +204,12 @@ def _engine(rollout: SGLangRollout, name: str, ports: EnginePorts) -> Object:
         "securityContext": common.unprivileged(*(["IPC_LOCK"] if engine.rdma else [])),  # RDMA pins memory
         # The kubelet copies the last lines of a crashed engine's log into the pod's status, where the operator reads them.
         "terminationMessagePolicy": "FallbackToLogsOnError",
-        "volumeMounts": [RUN_MOUNT, {"name": "shm", "mountPath": "/dev/shm"}, *mounts(rollout)],  # noqa: S108 - the engine's own volume
+        "volumeMounts": [
+            RUN_MOUNT,
+            {"name": "shm", "mountPath": "/dev/shm"},  # noqa: S108 - the engine's own volume
+            *mounts(rollout),
+            *staging.engine_mounts(rollout),
+        ],
     }
 
 

@@ -6,7 +6,7 @@ import base64
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sglang_rollout.api.intent import Intent, WantedEngine
+from sglang_rollout.api.intent import Intent, WantedEngine, WantedStore
 from sglang_rollout.api.sharing_spec import Mode
 from sglang_rollout.api.v1alpha1 import SGLangRollout, State
 from sglang_rollout.controller.render import names, tls
@@ -14,7 +14,7 @@ from sglang_rollout.controller.render.common import Object, child
 from sglang_rollout.controller.render.names import engine_ports
 from sglang_rollout.controller.render.network_policies import selects_engines
 from sglang_rollout.credentials import Credentials
-from sglang_rollout.wire.ports import FRONT_PORT, GATE_PORT, GENERATE_PORT
+from sglang_rollout.wire.ports import FRONT_PORT, GATE_PORT, GENERATE_PORT, STAGING_PORT, STORE_PORT
 from sglang_rollout.wire.record import Adapter
 from sglang_rollout.wire.states import FleetMode, FleetState
 
@@ -121,6 +121,7 @@ def intent(rollout: SGLangRollout, gates: Mapping[str, int]) -> Object:
         namespace=rollout.namespace,
         uid=rollout.metadata.uid,
         engines=[_wanted_engine(rollout, index, gates) for index in range(spec.engines)],
+        store=_wanted_store(rollout),
         base=spec.base if spec.elastic else None,
         weights=spec.weights,
         security=spec.security,
@@ -142,6 +143,13 @@ def _wanted_engine(rollout: SGLangRollout, index: int, gates: Mapping[str, int])
     return WantedEngine(name=name, tensor_size=rollout.spec.engine.parallelism.tensor, port=None if port == GATE_PORT else port)
 
 
+def _wanted_store(rollout: SGLangRollout) -> WantedStore | None:
+    if not rollout.spec.weights.is_staged:
+        return None
+    host = names.store_host(rollout.name, rollout.namespace)
+    return WantedStore(name=names.store_name(rollout.name), url=f"http://{host}:{STORE_PORT}", data_url=f"http://{host}:{STAGING_PORT}")
+
+
 def _adapters(rollout: SGLangRollout) -> list[Adapter] | None:
     lora = rollout.spec.engine.lora
     return None if lora is None or not lora.enabled else [Adapter(name=adapter.name, path=adapter.path) for adapter in lora.adapters]
@@ -160,13 +168,18 @@ def control_secret(rollout: SGLangRollout, token: str | None) -> Object:
 
 
 def credentials_secret(rollout: SGLangRollout, token: str | None) -> list[Object]:
-    """Return the Secret with a credential for each engine, one for each line of the rollout's key; none if there is no key yet."""
+    """Return the Secret with a credential for each engine and the weight store, one for each line of the rollout's key.
+
+    There is none if there is no key yet.
+    """
     key = Credentials(*(token or "").split())
     if not key.lines():
         return []
-    engines = (names.engine_name(rollout.name, index) for index in range(rollout.spec.engines))
+    holders = [names.engine_name(rollout.name, index) for index in range(rollout.spec.engines)]
+    if rollout.spec.weights.is_staged:
+        holders.append(names.store_name(rollout.name))
     secret = child(rollout, "v1", "Secret", names.credentials_name(rollout.name), names.COMPONENT_ENGINE)
-    return [{**secret, "type": "Opaque", "data": {engine: _encode("\n".join(key.derive(engine).lines())) for engine in engines}}]
+    return [{**secret, "type": "Opaque", "data": {holder: _encode("\n".join(key.derive(holder).lines())) for holder in holders}}]
 
 
 def with_token(secret: Object, token: str) -> Object:

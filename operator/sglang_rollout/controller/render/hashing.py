@@ -9,6 +9,7 @@ from typing import Any
 from sglang_rollout.api.scheduling_spec import GangScope
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.controller.render import names, tls
+from sglang_rollout.controller.render.staging import pod_revision
 
 _OF_ENGINES = {"model", "engine", "scheduling", "sharing", "pod_template"}
 
@@ -44,6 +45,8 @@ def revision(rollout: SGLangRollout, engine: int = 0) -> str:
     # The rest of security is read by the router, or changes while engines run.
     if rollout.spec.security.signatures is not None:
         written["signatures"] = rollout.spec.security.signatures.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+    if staged := pod_revision(rollout):
+        written["staging"] = staged
     if surplus := _surplus_fields(rollout, engine):
         written["beyond"] = surplus  # this key must not change: it is part of the hash
     return digest(written)

@@ -12,6 +12,7 @@ from sglang_rollout.kube.resources import (
     CONFIGMAPS,
     DAEMONSETS,
     DEPLOYMENTS,
+    DISRUPTION_BUDGETS,
     NETWORK_POLICIES,
     POD_GROUPS,
     ROLEBINDINGS,
@@ -52,6 +53,7 @@ NODES_FLAG = "--nnodes"
 COMPONENT_ENGINE = "engine"
 COMPONENT_ROUTER = "router"
 COMPONENT_PREFETCH = "prefetch"
+COMPONENT_STORE = "store"
 
 INTENT_KEY = "intent.json"
 WEIGHTS_KEY = "weights.json"
@@ -82,6 +84,16 @@ AGENT_STATE_DIR = "/run/rollout-agent"
 COORDINATOR_DIR = "/run/rollout-coordinator"
 """Folder in memory that front and coordinator share: the socket of the coordinator."""
 COORDINATOR_SOCKET = f"{COORDINATOR_DIR}/coordinator.sock"
+STAGED_DIR = "/run/rollout-staged"
+"""Folder with the staged versions of an engine pod, which the agent writes and the engine reads; also that of the weight store."""
+LOADER_DIR = f"{STAGED_DIR}/loader"
+"""Folder with the module that loads a staged version inside SGLang, written by the agent."""
+VERDICTS_DIR = "/run/rollout-verdicts"
+"""Folder in memory in which the loader of each rank reports its result to the agent."""
+STORE_STATE_DIR = "/run/rollout-store"
+"""Folder in memory of the weight store alone: its tickets."""
+PACKAGE_DIR = "/run/rollout-package"
+"""Folder of the weight store with the operator's Python package, because its image is that of the engines."""
 CONTROL_DIR = "/etc/sglang-rollout/control"
 TOKEN_FILE = f"{CONTROL_DIR}/{TOKEN_KEY}"
 PUBLIC_KEYS_DIR = "/etc/sglang-rollout/public-keys"
@@ -90,14 +102,14 @@ PUBLIC_KEYS_DIR = "/etc/sglang-rollout/public-keys"
 
 CHILD_KINDS = (
     *(SERVICEACCOUNTS, ROLES, ROLEBINDINGS, NETWORK_POLICIES, SECRETS, CONFIGMAPS),
-    *(SERVICES, DEPLOYMENTS, DAEMONSETS, STATEFULSETS),
+    *(SERVICES, DEPLOYMENTS, DAEMONSETS, STATEFULSETS, DISRUPTION_BUDGETS),
 )
 """Kinds of children, which are healed. PodGroups are children, too, but only clusters with coscheduling know the kind."""
 
 LISTED_KINDS = tuple(kind for kind in CHILD_KINDS if kind is not SECRETS)
 """Kinds that the operator lists by label and watches. It reads its Secrets by their names, and has no right to list Secrets."""
 
-PRUNED_KINDS = frozenset(kind.kind for kind in (NETWORK_POLICIES, DAEMONSETS, STATEFULSETS, POD_GROUPS))
+PRUNED_KINDS = frozenset(kind.kind for kind in (NETWORK_POLICIES, SERVICES, DAEMONSETS, STATEFULSETS, DISRUPTION_BUDGETS, POD_GROUPS))
 """Kinds of children that a changed spec no longer wants. The operator has no right to delete children of other kinds."""
 
 
@@ -147,6 +159,16 @@ def prefetch_name(rollout: str) -> str:
     return f"{rollout}-prefetch"
 
 
+def store_name(rollout: str) -> str:
+    """Return the name of the weight store's StatefulSet, Service, PodDisruptionBudget and credential."""
+    return f"{rollout}-store"
+
+
+def store_host(rollout: str, namespace: str) -> str:
+    """Return the host name of the weight store's Service."""
+    return f"{store_name(rollout)}.{namespace}.svc"
+
+
 def intent_name(rollout: str) -> str:
     """Return the name of the ConfigMap with the coordinator's intent."""
     return f"{rollout}-intent"
@@ -163,7 +185,7 @@ def control_name(rollout: str) -> str:
 
 
 def credentials_name(rollout: str) -> str:
-    """Return the name of the Secret with the credential of each engine."""
+    """Return the name of the Secret with the credential of each engine and of the weight store."""
     return f"{rollout}-credentials"
 
 

@@ -16,7 +16,7 @@ from sglang_rollout.api.weights_spec import Transport
 from sglang_rollout.controller.render import names
 from sglang_rollout.controller.render.common import Object, child
 from sglang_rollout.controller.render.names import OF_POD
-from sglang_rollout.wire.ports import FRONT_PORT, GENERATE_PORT, METRICS_PORT
+from sglang_rollout.wire.ports import FRONT_PORT, GENERATE_PORT, METRICS_PORT, STAGING_PORT, STORE_PORT
 
 Peers = Sequence[Object] | None
 """Sources of connections; None: every source."""
@@ -48,13 +48,16 @@ def has_process_groups(rollout: SGLangRollout) -> bool:
 
 
 def network_policies(rollout: SGLangRollout) -> list[Object]:
-    """Return the NetworkPolicies of router and engines; none if the network is open."""
+    """Return the NetworkPolicies of router, weight store and engines; none if the network is open."""
     if not is_isolated(rollout):
         return []
     router = _policy(rollout, names.router_name(rollout.name), names.COMPONENT_ROUTER, _router_rules(rollout))
     if not selects_engines(rollout):
         return [router]
     engines = _policy(rollout, names.engines_service(rollout.name), names.COMPONENT_ENGINE, _engine_rules(rollout))
+    if rollout.spec.weights.is_staged:
+        store = _policy(rollout, names.store_name(rollout.name), names.COMPONENT_STORE, _store_rules(rollout))
+        return [router, store, engines]
     return [router, engines, *_policies_of_multi_pod_engines(rollout)]
 
 
@@ -82,7 +85,20 @@ def _engine_rules(rollout: SGLangRollout) -> list[Object]:
     if has_process_groups(rollout):
         ranks = _join(_trainers(rollout), _pods_of(rollout, names.COMPONENT_ENGINE))
         rules.append(_rule(ranks, _PROCESS_GROUP_PORTS))
+    if rollout.spec.weights.is_staged:
+        # Pods copy versions from each other, and a new pod of the store takes the committed version from them.
+        pods = _join(_pods_of(rollout, names.COMPONENT_ENGINE), _pods_of(rollout, names.COMPONENT_STORE))
+        rules.append(_rule(pods, STAGING_PORT))
     return rules
+
+
+def _store_rules(rollout: SGLangRollout) -> list[Object]:
+    router, engines = _pods_of(rollout, names.COMPONENT_ROUTER), _pods_of(rollout, names.COMPONENT_ENGINE)
+    return [
+        _rule(router, STORE_PORT),
+        _rule(_join(router, engines), STAGING_PORT),
+        _rule(_trainers(rollout), _PROCESS_GROUP_PORTS),
+    ]
 
 
 def _policies_of_multi_pod_engines(rollout: SGLangRollout) -> list[Object]:

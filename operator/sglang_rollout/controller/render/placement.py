@@ -49,8 +49,13 @@ def router_placement(rollout: SGLangRollout) -> Object:
     return _placement(scheduling, scheduling.affinity, scheduling.priority_class_name)
 
 
+def store_placement(placement: Placement) -> Object:
+    """Return the fields of the weight store's pod that say where it may run."""
+    return _placement(placement, placement.affinity, placement.priority_class_name)
+
+
 def _placement(scheduling: Placement, affinity: Any, priority: str | None) -> Object:
-    """Return the scheduling fields that engine pods and the router pod share, without empty fields."""
+    """Return the scheduling fields that engine pods, router pod and weight store share, without empty fields."""
     fields = {
         "nodeSelector": scheduling.node_selector,
         "tolerations": [toleration.model_dump(mode="json", by_alias=True, exclude_none=True) for toleration in scheduling.tolerations],

@@ -24,6 +24,7 @@ from sglang_rollout.wire.ports import (
     PROBES_PORT,
     SMG_METRICS_PORT,
     SMG_PORT,
+    STAGING_PORT,
 )
 
 GRACE_SECONDS = 190
@@ -119,6 +120,7 @@ def _front(rollout: SGLangRollout, settings: Settings) -> Object:
             *("--probes-listen", f"[::]:{PROBES_PORT}"),
             *("--smg-metrics", f"127.0.0.1:{SMG_METRICS_PORT}"),
             *tls.front_arguments(rollout),
+            *_store_arguments(rollout),
             *limits_options(rollout.spec.engine.limits),
             *_data_callers(rollout),
         ],
@@ -129,6 +131,13 @@ def _front(rollout: SGLangRollout, settings: Settings) -> Object:
         lifecycle={"preStop": {"exec": {"command": ["/bin/sh", "-c", SOFT_STOP_SCRIPT]}}},
         resources=own_resources("front", rollout.spec.router.front_resources),
     )
+
+
+def _store_arguments(rollout: SGLangRollout) -> list[str]:
+    """Return the address to which the front sends uploads of versions."""
+    if not rollout.spec.weights.is_staged:
+        return []
+    return ["--store", f"{names.store_host(rollout.name, rollout.namespace)}:{STAGING_PORT}"]
 
 
 def _smg(rollout: SGLangRollout, settings: Settings) -> Object:

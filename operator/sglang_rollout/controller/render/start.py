@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from sglang_rollout.api.engine_spec import NODE_RANK_ENV
 from sglang_rollout.api.v1alpha1 import SGLangRollout
-from sglang_rollout.controller.render import names
+from sglang_rollout.controller.render import names, staging
 
 ENDED_BY_ITSELF = 70
 """Exit code of an engine that ended with 0 without a drain (EX_SOFTWARE of sysexits.h)."""
@@ -104,4 +104,4 @@ because a start script that has just begun removes it. The agent ignores a file 
 
 def start_script(rollout: SGLangRollout, checks: str) -> str:
     """Return the start script of an engine's container, which runs the shell of ``checks`` first."""
-    return HANDLER + checks + (GROUP_START_SCRIPT if rollout.spec.engine.pods > 1 else START_SCRIPT)
+    return HANDLER + checks + staging.start_lines(rollout) + (GROUP_START_SCRIPT if rollout.spec.engine.pods > 1 else START_SCRIPT)

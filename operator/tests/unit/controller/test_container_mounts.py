@@ -12,6 +12,7 @@ import yaml
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.controller.render.engines import engine_statefulsets
 from sglang_rollout.controller.render.router import router_deployment
+from sglang_rollout.controller.render.store import store_objects
 from tests.support.paths import DOCS, GOLDEN_INPUTS
 from tests.unit.controller.support.worlds import SETTINGS
 
@@ -38,7 +39,8 @@ def mounted(spec: dict[str, Any]) -> Iterator[tuple[Row, str]]:
     plain["router"] = {key: value for key, value in plain.get("router", {}).items() if key != "podTemplate"}
     metadata = {"name": "demo", "namespace": "default", "uid": "u", "generation": 1}
     rollout = SGLangRollout.model_validate({"metadata": metadata, "spec": plain})
-    for owner in (*engine_statefulsets(rollout, SETTINGS), router_deployment(rollout, SETTINGS)):
+    stores = [made for made in store_objects(rollout, SETTINGS) if made["kind"] == "StatefulSet"]
+    for owner in (*engine_statefulsets(rollout, SETTINGS), router_deployment(rollout, SETTINGS), *stores):
         pod = owner["spec"]["template"]["spec"]
         for container in (*pod.get("initContainers", []), *pod["containers"]):
             for mount in container["volumeMounts"]:
@@ -75,4 +77,5 @@ def test_an_engine_shares_no_volume_with_its_gate_and_no_credential_with_its_age
     table = documented()
     volumes = {container: {row[1] for row in table if row[0] == container} for container in ("engine", "gate", "agent")}
     assert not volumes["engine"] & volumes["gate"]
-    assert volumes["engine"] & volumes["agent"] == {"run", "rollout-model"}
+    assert volumes["engine"] & volumes["agent"] == {"run", "rollout-model", "rollout-staged", "rollout-verdicts"}
+    assert ("engine", "rollout-staged", "write") not in table

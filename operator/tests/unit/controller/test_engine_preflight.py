@@ -13,7 +13,7 @@ import yaml
 
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.controller.decide.pods import Pod
-from sglang_rollout.controller.render import render_all
+from sglang_rollout.controller.render import names, render_all
 from sglang_rollout.controller.render.names import engine_ports
 from sglang_rollout.controller.render.preflight import FAILED, preflight
 from sglang_rollout.wire.ports import ENGINE_PORT, RENDEZVOUS_PORT
@@ -148,6 +148,6 @@ def test_rdma_requires_devices(root: Path) -> None:
 def test_every_golden_input_has_the_checks() -> None:
     for path in GOLDEN_INPUTS.glob("*.yaml"):
         for made in render_all(SGLangRollout.model_validate(yaml.safe_load(path.read_text())), SETTINGS):
-            if made["kind"] == "StatefulSet":
+            if made["kind"] == "StatefulSet" and made["metadata"]["labels"][names.LABEL_COMPONENT] == names.COMPONENT_ENGINE:
                 script = made["spec"]["template"]["spec"]["containers"][0]["command"][2]
                 assert "preflight failed" in script.split('"$@" &')[0], path.name

@@ -45,6 +45,7 @@ def router_pod(rollout: str) -> Actor:
 
 
 ROUTER, ENGINE, SECOND_RANK, OTHER_ENGINE = router_pod("demo"), engine_pod("demo", 0), engine_pod("demo", 0, 1), engine_pod("demo", 1)
+STORE = Actor("demo-store-0", OWN, names.labels("demo", names.COMPONENT_STORE))
 PREFETCH = Actor("demo-prefetch", OWN, names.labels("demo", names.COMPONENT_PREFETCH))
 FOREIGN = (router_pod("foreign"), engine_pod("foreign", 0))
 TRAINER, SAMPLER = Actor("trainer", OWN, {"app": "trainer"}), Actor("sampler", OWN, {"app": "sampler"})
@@ -52,9 +53,9 @@ TRAINER_ELSEWHERE, SAMPLER_ELSEWHERE = Actor("trainer", OTHER, {"app": "trainer"
 GATEWAY, PROMETHEUS = Actor("gateway", GATEWAYS, {"app": "gateway"}), Actor("prometheus", MONITORING, {"app": "prometheus"})
 NODE, OUTSIDE = Actor("process of a node", address="192.168.7.4"), Actor("process outside", address="203.0.113.9")
 CALLERS = (TRAINER, SAMPLER, TRAINER_ELSEWHERE, SAMPLER_ELSEWHERE, GATEWAY, PROMETHEUS, NODE, OUTSIDE)
-PODS_OF_ROLLOUTS = (ROUTER, ENGINE, SECOND_RANK, OTHER_ENGINE, PREFETCH, *FOREIGN)
+PODS_OF_ROLLOUTS = (ROUTER, ENGINE, SECOND_RANK, OTHER_ENGINE, STORE, PREFETCH, *FOREIGN)
 ACTORS = (*CALLERS, *PODS_OF_ROLLOUTS)
-TARGETS = {"router pod": (ROUTER,), "engine pods": (ENGINE, SECOND_RANK, OTHER_ENGINE)}
+TARGETS = {"router pod": (ROUTER,), "engine pods": (ENGINE, SECOND_RANK, OTHER_ENGINE), "store pod": (STORE,)}
 PORTS = (22, *sorted(value for name, value in vars(ports).items() if name.endswith("_PORT")), 29500, 30101, 32767, 32768, 40001, 65535)
 EVERY_POD = frozenset(actor for actor in CALLERS if actor.is_pod)
 
@@ -124,6 +125,9 @@ class Spec:
     def is_shared(self) -> bool:
         return "mode" in self.spec
 
+    def is_staged(self) -> bool:
+        return self.rollout.spec.weights.is_staged
+
     def is_on_node(self) -> bool:
         return "network" in self.spec.get("engine", {})
 
@@ -143,6 +147,7 @@ def namespace(name: str) -> Object:
 ENGINE_FIELDS: Object = {"image": "example.org/engine:1", "gpuResource": "", "memorySaver": True}
 SHARED: Object = {"mode": "Hybrid", "sharing": {"trainerLabels": {"app": "trainer"}}, "engine": ENGINE_FIELDS}
 ON_NODE: Object = {"engine": {**ENGINE_FIELDS, "network": {"hostNetwork": True}}}
+STAGED: Object = {"weights": {"transport": "Staged", "staging": {"sizeLimit": "1Gi"}}}
 ANYBODY = frozenset(ACTORS)
 SPECS = (
     Spec("default"),
@@ -197,6 +202,9 @@ SPECS = (
     Spec("scrapers", security(scrapers=pods("prometheus") | namespace(MONITORING)), scrapers=frozenset({PROMETHEUS})),
     Spec("scrapers here", security(scrapers=pods("sampler")), scrapers=frozenset({SAMPLER})),
     Spec("disk", {"weights": {"transport": "Disk"}}),
+    Spec("staged", STAGED),
+    Spec("staged by one trainer", STAGED | security(trainers=pods("trainer")), trainers=frozenset({TRAINER})),
+    Spec("staged by anybody", STAGED | security(control="Open"), trainers=ANYBODY),
     Spec("several pods", {"engine": {**ENGINE_FIELDS, "nodes": 2, "parallelism": {"tensor": 2}}}),
     Spec("shared", SHARED),
     Spec("colocated", {**SHARED, "mode": "Colocated"} | security(trainers=pods("trainer")), trainers=frozenset({TRAINER})),
@@ -209,6 +217,7 @@ WHEN: dict[str, Callable[[Spec], bool]] = {
     "`security.trainers` is set, or `security.control` is `Trainers`": lambda case: case.rollout.spec.security.trainers_may_generate,
     "`security.generate` is `Open`": lambda case: case.spec.get("security", {}).get("generate", "Open") == "Open",
     "`mode` is `Standalone`, and `weights.transport` is `Distributed`": lambda case: not case.is_shared() and "weights" not in case.spec,
+    "`weights.transport` is `Staged`": Spec.is_staged,
     "engines of several pods": lambda case: "nodes" in case.spec.get("engine", {}),
 }
 """By text of the column *when*."""
@@ -241,6 +250,8 @@ class Row:
                 return source in engines and not case.is_on_node()
             case "router pod":
                 return source == ROUTER
+            case "store pod":
+                return source == STORE
             case "pods of one engine":
                 return source in engines and target in engines and source.labels[names.LABEL_ENGINE] == target.labels[names.LABEL_ENGINE]
             case "every source":
@@ -271,7 +282,7 @@ ROWS = list(read_rows())
 @pytest.mark.parametrize("case", SPECS, ids=lambda case: case.name)
 def test_the_policies_admit_what_the_page_lists_and_nothing_else(case: Spec) -> None:
     policies = network_policies(case.rollout)
-    targets = (ROUTER,) if case.is_on_node() else (ROUTER, *TARGETS["engine pods"])
+    targets = (ROUTER,) if case.is_on_node() else (ROUTER, *TARGETS["engine pods"], *((STORE,) if case.is_staged() else ()))
     differences = [
         f"{source.name} of {source.namespace or 'no namespace'} → {target.name}:{port} is {'admitted' if admitted else 'refused'}"
         for source, target, port in itertools.product(ACTORS, targets, PORTS)
@@ -288,7 +299,7 @@ def test_each_row_of_the_page_has_an_effect() -> None:
         if not any(
             row.admits(case, source, target, port)
             for case in SPECS
-            for source, target, port in itertools.product(ACTORS, (ROUTER, ENGINE, SECOND_RANK), PORTS)
+            for source, target, port in itertools.product(ACTORS, (ROUTER, ENGINE, SECOND_RANK, STORE), PORTS)
         )
     ]
     assert idle == []
@@ -297,12 +308,14 @@ def test_each_row_of_the_page_has_an_effect() -> None:
 
 @pytest.mark.parametrize("case", SPECS, ids=lambda case: case.name)
 def test_no_pod_of_another_rollout_reaches_control_paths_weights_or_probes(case: Spec) -> None:
-    if case.name in {"open control", "clients beside open control"}:
+    if case.rollout.spec.security.control == "Open":
         return
     policies = network_policies(case.rollout)
     reached = {
         port
-        for source, target, port in itertools.product((*FOREIGN, PREFETCH), (ROUTER, ENGINE), PORTS)
+        for source, target, port in itertools.product(
+            (*FOREIGN, PREFETCH), (ROUTER, ENGINE, *((STORE,) if case.is_staged() else ())), PORTS
+        )
         if admits(policies, source, target, port) and not (case.is_on_node() and target is ENGINE)
     }
     assert reached <= {ports.GENERATE_PORT}
@@ -329,6 +342,7 @@ def test_pods_of_an_engine_are_selected_by_a_policy_of_their_own_only_if_there_a
     made = {case.name: [policy["metadata"]["name"] for policy in network_policies(case.rollout)] for case in SPECS}
     assert made["default"] == ["demo-router", "demo-engines"]
     assert made["several pods"] == ["demo-router", "demo-engines", "demo-engine-0", "demo-engine-1"]
+    assert made["staged"] == ["demo-router", "demo-store", "demo-engines"]
     assert made["network of the node"] == ["demo-router"]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from sglang_rollout.api.pod_template import PRIVATE_VOLUMES, RESERVED_VOLUMES, ROUTER_VOLUMES
+from sglang_rollout.api.pod_template import PRIVATE_VOLUMES, RESERVED_VOLUMES, ROUTER_VOLUMES, STAGED_VOLUME, VERDICTS_VOLUME
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.controller.decide.overlay_mounts import find_forbidden_mount
 from sglang_rollout.controller.decide.plan import make_plan
@@ -27,7 +27,10 @@ def engine(name: str, path: str, container: str = "engine", kind: str = "contain
 @pytest.mark.parametrize(
     ("spec", "says"),
     [
-        *((engine(name, "/x"), f"the container engine must not mount the volume {name}: {OWN}") for name in PRIVATE_VOLUMES),
+        *(
+            (engine(name, "/x"), f"the container engine must not mount the volume {name}: {OWN}")
+            for name in (*PRIVATE_VOLUMES, STAGED_VOLUME, VERDICTS_VOLUME)
+        ),
         (engine("control", "/x", "helper"), f"the container helper must not mount the volume control: {OWN}"),
         (engine("rollout-gate", "/x", "fetch", "initContainers"), f"the container fetch must not mount the volume rollout-gate: {OWN}"),
         *(({"router": engine(name, "/x", "smg")}, f"the container smg must not mount the volume {name}: {OWN}") for name in ROUTER_VOLUMES),
@@ -38,6 +41,8 @@ def engine(name: str, path: str, container: str = "engine", kind: str = "contain
             (engine("data", path), f"the container engine must not mount anything at {path}: the operator starts and ends the engine")
             for path in ("/run/rollout", "/run/rollout/", "//run//rollout", "/run", "/", "/run/rollout/sub")
         ),
+        (engine("data", "/run/rollout-staged"), "the engine loads staged versions from /run/rollout-staged."),
+        (engine("data", "/run/rollout-verdicts/x"), "the agent reads how staged versions were loaded in /run/rollout-verdicts."),
     ],
     ids=str,
 )

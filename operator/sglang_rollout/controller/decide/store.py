@@ -1,0 +1,58 @@
+"""The weight store of a rollout with transport Staged: is it ready, is it in use, and may its pod be replaced? Pure."""
+
+from __future__ import annotations
+
+from sglang_rollout.controller.decide.pods import Pod
+from sglang_rollout.controller.decide.view import FleetView
+from sglang_rollout.controller.render import names
+from sglang_rollout.wire.reasons import end_sentence
+
+
+def is_store_in_use(fleet: FleetView) -> bool:
+    """Return True if the loss of the store's pod would fail an update: a process group is open, or an update."""
+    record = fleet.record
+    return record is not None and (bool(record.joined) or record.under_way is not None)
+
+
+def find_outdated_store(fleet: FleetView, unapplied: set[str]) -> Pod | None:
+    """Return the store's pod if it must be replaced now.
+
+    A pod that works is replaced only while it is not in use. Its successor takes the committed version from the engine pods.
+
+    Args:
+        fleet: The view of the rollout.
+        unapplied: Names of children that this pass applies. A pod deleted now could return from the old template.
+    """
+    pod, statefulset = fleet.store_pod, fleet.store
+    if pod is None or statefulset is None or pod.is_terminating or not fleet.is_store_observed:
+        return None
+    wanted = statefulset["spec"]["template"]["metadata"]["labels"].get(names.LABEL_REVISION)
+    if names.store_name(fleet.name) in unapplied or pod.revision == wanted:
+        return None
+    return None if pod.is_ready and is_store_in_use(fleet) else pod
+
+
+def describe_store_problem(fleet: FleetView) -> str:
+    """Return why the weight store takes no weights, as sentences; empty if it does, or if the rollout has none."""
+    if fleet.rollout is None or not fleet.rollout.spec.weights.is_staged:
+        return ""
+    pod = fleet.store_pod
+    if pod is not None and pod.is_ready:
+        return ""
+    why = _describe_failure(fleet) or (f"Pod {pod.name} waits for the scheduler." if pod and not pod.node else "It is starting.")
+    return f"The weight store is not ready, so the fleet takes no new weights. {why}"
+
+
+def has_store_failed(fleet: FleetView) -> bool:
+    """Return True if the weight store does not become ready without a person."""
+    return bool(describe_store_problem(fleet)) and bool(_describe_failure(fleet))
+
+
+def _describe_failure(fleet: FleetView) -> str:
+    pod = fleet.store_pod
+    if pod is None:
+        name, error = names.store_name(fleet.name), fleet.cluster.creation_errors.get(names.store_name(fleet.name))
+        return end_sentence(f"The pod of StatefulSet {name} cannot be created: {error}") if error else ""
+    if trouble := pod.find_trouble():
+        return end_sentence(f"Pod {pod.name}: {trouble.text}")
+    return end_sentence(f"Pod {pod.name}: no node can take it: {pod.scheduler_message}") if pod.scheduler_message else ""
