@@ -46,6 +46,15 @@ class Address:
         return ":" in self.host
 
     @property
+    def is_ip(self) -> bool:
+        """True if the host is an IP address, not a name."""
+        try:
+            ipaddress.ip_address(self.host)
+        except ValueError:
+            return False
+        return True
+
+    @property
     def url(self) -> str:
         """``http://host:port``, with the loopback address in place of a wildcard."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)  # noqa: S104 - recognised, not bound
@@ -85,6 +94,18 @@ class UnixSocket:
 
     def __str__(self) -> str:
         return f"{UNIX_PREFIX}{self.path}"
+
+
+def complete_service_name(host: str, resolver_settings: str) -> str:
+    """Return the full name of a Service from ``<name>.<namespace>.svc``, for a resolver without search list; other names are unchanged.
+
+    Args:
+        host: The name.
+        resolver_settings: Text of the pod's ``/etc/resolv.conf``, whose search list contains ``svc.<domain of the cluster>``.
+    """
+    lists = [line.split()[1:] for line in resolver_settings.splitlines() if line.split()[:1] == ["search"]]
+    domains = [domain.rstrip(".") for domain in (lists[-1] if lists else []) if domain.startswith("svc.")]
+    return f"{host}.{domains[0].removeprefix('svc.')}" if domains and host.endswith(".svc") else host
 
 
 Endpoint = Address | UnixSocket

@@ -19,7 +19,7 @@ import click
 from pydantic import ValidationError
 
 from sglang_rollout.api.limits_spec import Limits
-from sglang_rollout.proxy.address import Address, Endpoint, UnixSocket, parse_endpoint
+from sglang_rollout.proxy.address import Address, Endpoint, UnixSocket, complete_service_name, parse_endpoint
 from sglang_rollout.proxy.config import (
     FRONT_CONNECTIONS,
     FRONT_FILES,
@@ -198,6 +198,7 @@ def gate(
 @_address("--smg", f"127.0.0.1:{ports.SMG_PORT}", "The SGLang router.")
 @_address("--coordinator", f"127.0.0.1:{ports.COORDINATOR_PORT}", "The coordinator.", ENDPOINT)
 @_address("--batches", f"127.0.0.1:{ports.BATCHES_PORT}", "The batch server.")
+@click.option("--store", type=ADDRESS, show_default="nowhere", help="Data port of the weight store, which gets uploads of versions.")
 @click.option(
     "--generate-listen", type=ADDRESS, show_default="nowhere", help="Address that serves data paths only, and refuses control calls."
 )
@@ -221,6 +222,7 @@ def front(
     smg: Address,
     coordinator: Endpoint,
     batches: Address,
+    store: Address | None,
     generate_listen: Address | None,
     limits: Limits,
     metrics_listen: Address | None,
@@ -241,6 +243,7 @@ def front(
         smg=smg,
         coordinator=coordinator,
         batches=batches,
+        store=store if store is None or only_print else _full_name(store),
         generate=_optional(generate_listen, only_print),
         request_bytes=limits.request_bytes,
         maxconn=_connection_limit(maxconn, FRONT_FILES + (TLS_FILES if served is not None else 0), only_print),
@@ -295,6 +298,15 @@ def _listen_address(wanted: Address, only_print: bool) -> Address:
     if wanted.host != "::" or only_print or has_dualstack_ipv6():
         return wanted
     return Address("0.0.0.0", wanted.port)  # noqa: S104 - the caller asked for all addresses
+
+
+def _full_name(address: Address) -> Address:
+    """Return the address with the full name of a Service, because haproxy knows no search list."""
+    try:
+        settings = Path("/etc/resolv.conf").read_text()
+    except OSError:
+        return address
+    return Address(complete_service_name(address.host, settings), address.port)
 
 
 def _optional(wanted: Address | None, only_print: bool) -> Address | None:

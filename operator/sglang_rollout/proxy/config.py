@@ -89,6 +89,10 @@ _SENTENCES = {
         "coordinator_broke_off",
         "The coordinator closed the connection before it answered. GET /fleet shows the result of the call.",
     ),
+    "store_away": (
+        "store_unavailable",
+        "The weight store does not answer. It restarts automatically: ask for the state of the update, and send what is missing.",
+    ),
     "refused_often": (
         "too_many_refused_calls",
         f"More than {_REFUSALS} calls from this address were refused within {_REFUSAL_SECONDS} s."
@@ -191,6 +195,8 @@ class FrontParams:
     smg: Address
     coordinator: Endpoint
     batches: Address
+    store: Address | None = None
+    """Data port of the weight store, which gets uploads of versions; None: there is none."""
     generate: Address | None = None
     """Address that serves data paths and refuses control calls; None: nowhere."""
     request_bytes: int = _REQUEST_BYTES
@@ -307,6 +313,9 @@ def front_config(params: FrontParams) -> str:
         attempt=f"abns@rollout-attempt-{params.listen.port}",
         coordinator=params.coordinator,
         batches=params.batches,
+        store=params.store,
+        store_limit=max(8, params.maxconn // 16),
+        updates_path=ports.FLEET_UPDATES,
         batch_paths=" ".join(_BATCH_PATHS),
         direct_paths=" ".join(DIRECT_PATHS),
         batch_limit=max(8, params.maxconn // 2),

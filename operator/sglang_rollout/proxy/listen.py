@@ -8,8 +8,9 @@ from sglang_rollout.proxy.address import Endpoint, UnixSocket
 
 
 async def listen(runner: web.BaseRunner, endpoint: Endpoint) -> None:
-    """Listen at ``endpoint``. A socket file that an earlier process left is replaced. Raises OSError."""
+    """Listen at ``endpoint``; ``::`` stands for all addresses. A socket file that an earlier process left is replaced. Raises OSError."""
     if isinstance(endpoint, UnixSocket):
         await web.UnixSite(runner, endpoint.path).start()
     else:
-        await web.TCPSite(runner, endpoint.host, endpoint.port).start()
+        # asyncio would listen at :: without IPv4, and fail if the kernel has no IPv6.
+        await web.TCPSite(runner, None if endpoint.host == "::" else endpoint.host, endpoint.port).start()

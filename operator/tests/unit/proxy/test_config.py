@@ -44,7 +44,12 @@ FRONT = FrontParams(
     probes=Address("::", 30004),
 )
 CERTIFICATE = Certificate("/etc/sglang-rollout/tls/front.pem", "/run/rollout-front")
-TEXTS = {"gate": gate_config(GATE), "front": front_config(FRONT), "front-tls": front_config(replace(FRONT, certificate=CERTIFICATE))}
+TEXTS = {
+    "gate": gate_config(GATE),
+    "front": front_config(FRONT),
+    "front-tls": front_config(replace(FRONT, certificate=CERTIFICATE)),
+    "front-store": front_config(replace(FRONT, store=Address("demo-store.default.svc.cluster.local", 30031))),
+}
 
 
 @pytest.mark.parametrize("name", TEXTS)
