@@ -14,23 +14,27 @@ import socket
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import click
 from pydantic import ValidationError
 
 from sglang_rollout.api.limits_spec import Limits
-from sglang_rollout.api.weights_spec import Backend, Weights
+from sglang_rollout.api.weights_spec import Backend, Staging, Transport, Weights
 from sglang_rollout.credentials import CredentialFile
 from sglang_rollout.local.plan import EngineArg, Folders, Plan, count_ports, parse_engine
-from sglang_rollout.local.sizes import SizesError, check_sizes, read_sizes
+from sglang_rollout.local.sizes import Sizes, SizesError, check_loaders, check_sizes, describe_loader, read_sizes, with_reported_stages
 from sglang_rollout.local.supervisor import Supervisor
 from sglang_rollout.proxy.address import Address
 from sglang_rollout.proxy.cli import ADDRESS, NO_HAPROXY, find_haproxy, limits_option, processors_option
 from sglang_rollout.proxy.smg import POLICIES
 from sglang_rollout.sglang.api import PauseMode
+from sglang_rollout.staging.index import StagedError
+from sglang_rollout.staging.payload import install_loader
 from sglang_rollout.wire.ports import FLEET, FLEET_HEALTH, METRICS
 
 _START_SECONDS = 300.0
@@ -56,8 +60,9 @@ class NotReadyError(CannotStartError):
     "engines",
     multiple=True,
     required=True,
-    metavar="URL[,tp=N]",
-    help="SGLang server, started now or later; repeat for more. tp=N: required tensor parallel size [default: what the server reports].",
+    metavar="URL[,tp=N][,pp=N]",
+    help="SGLang server, started now or later; repeat for more. tp=N: required tensor parallel size [default: what the server reports]."
+    " pp=N: pipeline stages, for transport Staged [default: what the server reports, or 1 if it is not up].",
 )
 @click.option("--listen", type=ADDRESS, default="127.0.0.1:30000", show_default=True, help="Address of the fleet's URL.")
 @click.option(
@@ -66,6 +71,21 @@ class NotReadyError(CannotStartError):
     default="nccl",
     show_default=True,
     help="Backend of process groups for trainers that do not name one.",
+)
+@click.option(
+    "--transport",
+    type=click.Choice([each.value for each in Transport]),
+    default=Transport.DISTRIBUTED.value,
+    show_default=True,
+    metavar="|".join(Transport),
+    help="spec.weights.transport. Staged: with a weight store, and copies of versions below --state-dir, for example in /dev/shm.",
+)
+@click.option("--staging-size-limit", metavar="SIZE", help="With --transport Staged: maximum bytes of one version, such as 20Gi.")
+@click.option(
+    "--store-python",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    show_default="this Python",
+    help="With --transport Staged: Python that runs the weight store. Trainers with process groups need one with torch.",
 )
 @click.option("--policy", type=click.Choice(list(POLICIES)), default="CacheAware", show_default=True, help="Routing policy of smg.")
 @click.option(
@@ -116,6 +136,9 @@ def command(
     engines: tuple[str, ...],
     listen: Address,
     backend: str,
+    transport: str,
+    staging_size_limit: str | None,
+    store_python: Path | None,
     policy: str,
     pause_mode: str,
     weights_json: str,
@@ -142,13 +165,19 @@ def command(
     _check_programs()
     _check_engines(parsed)
     _check_can_listen(listen, "--listen")
-    weights = _parse_weights(weights_json, Backend(backend), PauseMode(pause_mode))
-    silent = asyncio.run(_check_sizes(parsed, weights))
-    ports = _choose_ports(count_ports(len(parsed)), base_port, taken={listen.port, *(engine.address.port for engine in parsed)})
+    defaults = {"backend": Backend(backend), "pause_mode": PauseMode(pause_mode), "transport": Transport(transport)}
+    weights = _parse_weights(weights_json, defaults, staging_size_limit)
+    loader = _install_loader(state_dir) if weights.is_staged else None
+    found = asyncio.run(_read_sizes(parsed, weights, loader))
+    silent = [engine for engine in parsed if engine not in found]
+    ports = _choose_ports(
+        count_ports(len(parsed), staged=weights.is_staged), base_port, taken={listen.port, *(engine.address.port for engine in parsed)}
+    )
     plan = Plan(
         listen=listen,
-        engines=parsed,
+        engines=with_reported_stages(parsed, found),
         weights=weights,
+        store_python=sys.executable if store_python is None else str(store_python.absolute()),
         policy=policy,
         ports=ports,
         token_file=None if token_file is None else str(token_file.absolute()),
@@ -165,16 +194,45 @@ def command(
             shutil.rmtree(runtime, ignore_errors=True)
 
 
-def _parse_weights(text: str, backend: Backend, pause_mode: PauseMode) -> Weights:
-    """Parse ``--weights``. The options ``--backend`` and ``--pause-mode`` apply unless the text sets the same field."""
+def _parse_weights(text: str, defaults: Mapping[str, Any], size_limit: str | None) -> Weights:
+    """Parse ``--weights``. Further options (``defaults``, ``size_limit``) apply unless the text sets the same field."""
     try:
         weights = Weights.model_validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise click.BadParameter(f"{where + ': ' if where else ''}{first['msg']}", param_hint="--weights") from None
-    defaults = {"backend": backend, "pause_mode": pause_mode}
-    return weights.model_copy(update={key: value for key, value in defaults.items() if key not in weights.model_fields_set})
+    weights = weights.model_copy(update={key: value for key, value in defaults.items() if key not in weights.model_fields_set})
+    return _with_staging(weights, size_limit)
+
+
+def _with_staging(weights: Weights, size_limit: str | None) -> Weights:
+    """Return the settings with ``--staging-size-limit``. The rules are those of the custom resource."""
+    staging = weights.staging
+    if size_limit is not None and staging is None:
+        try:
+            staging = Staging(size_limit=size_limit)
+        except ValidationError as error:
+            raise click.BadParameter(f"{error.errors()[0]['msg']}: write 20Gi or 500M", param_hint="--staging-size-limit") from None
+    if not weights.is_staged and (staging or weights.store):
+        raise click.UsageError("--staging-size-limit and weights.store belong to --transport Staged: set the transport, or leave them out")
+    if weights.is_staged and staging is None:
+        raise click.UsageError("--transport Staged needs --staging-size-limit, the maximum bytes of one version, such as 20Gi")
+    if weights.is_staged and weights.catch_up.disk:
+        raise click.UsageError(
+            "--transport Staged needs no catchUp.disk: an engine that restarts loads a copy of the version. Leave it out"
+        )
+    return weights.model_copy(update={"staging": staging})
+
+
+def _install_loader(state_dir: Path | None) -> Path:
+    """Write the loader of staged versions, and return its folder, which must exist before an engine starts."""
+    if state_dir is None:
+        raise click.UsageError("--transport Staged needs --state-dir: engines find the loader there, also after a restart of the fleet")
+    try:
+        return install_loader(state_dir.absolute())
+    except StagedError as error:
+        raise CannotStartError(f"the folder {state_dir} cannot be used: {error}; pass a writable folder with --state-dir") from None
 
 
 async def _run(plan: Plan, folders: Folders, silent: list[EngineArg], start_timeout: float) -> None:
@@ -244,6 +302,8 @@ def _print_summary(plan: Plan, folders: Folders, silent: list[EngineArg]) -> Non
     click.echo(f"  discovery   GET  {url}{FLEET}")
     click.echo(f"  metrics     GET  {plan.metrics.url}{METRICS}; all targets for Prometheus: {folders.targets}")
     click.echo(f"  logs        {folders.logs}")
+    if plan.weights.is_staged:
+        click.echo(f"  engines     need {describe_loader(folders.loader)}")
     for engine in silent:
         size = f"its tensor parallel size must be {engine.tensor_size}" if engine.tensor_size else "the fleet reads its size"
         click.echo(f"  not up yet  {engine.url}: {size} when it is up")
@@ -259,8 +319,8 @@ def _write_files(plan: Plan, folders: Folders) -> None:
         if not folders.token.exists():
             _write_private(folders.token, secrets.token_urlsafe(32))
         key = CredentialFile(folders.token)
-        for engine in intent.engines:
-            _write_private(folders.credential(engine.name), "\n".join(key.derive(engine.name).lines()))
+        for name in [engine.name for engine in intent.engines] + ([intent.store.name] if intent.store else []):
+            _write_private(folders.credential(name), "\n".join(key.derive(name).lines()))
         folders.intent.write_text(intent.model_dump_json(indent=2))
         folders.targets.write_text(json.dumps(plan.scrape_targets(), indent=2))
     except OSError as error:
@@ -296,14 +356,20 @@ def _check_engines(engines: tuple[EngineArg, ...]) -> None:
             raise CannotStartError(f"the host of engine {engine.url} cannot be resolved: {error.strerror}") from None
 
 
-async def _check_sizes(engines: tuple[EngineArg, ...], weights: Weights) -> list[EngineArg]:
-    """Refuse engines whose sizes do not fit. Return the engines that do not answer yet; their agents check them later."""
+async def _read_sizes(engines: tuple[EngineArg, ...], weights: Weights, loader: Path | None) -> dict[EngineArg, Sizes]:
+    """Return what the engines that answer report. Agents check the sizes of the others later.
+
+    Raises:
+        CannotStartError: An engine cannot be part of this fleet.
+    """
     try:
         found = await read_sizes(engines)
         check_sizes(found, weights)
+        if loader is not None:
+            check_loaders(found, loader)
     except SizesError as error:
         raise CannotStartError(str(error)) from None
-    return [engine for engine in engines if engine not in found]
+    return found
 
 
 def _check_can_listen(address: Address, option: str) -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from sglang_rollout.api.intent import Intent, WantedEngine
+from sglang_rollout.api.intent import Intent, WantedEngine, WantedStore
 from sglang_rollout.api.limits_spec import Limits, gate_options, limits_options
 from sglang_rollout.api.weights_spec import Weights
 from sglang_rollout.proxy.address import Address
+from sglang_rollout.staging.payload import LOADER_FOLDER
 from sglang_rollout.wire import ports as wire
 
 NAME = "local"
@@ -22,17 +24,27 @@ _ROUTER_PORTS = 5
 """smg, its metrics, the coordinator, the batch server, and one port for the metrics of these and of the front."""
 _ENGINE_PORTS = 3
 """Gate, agent, and one port for the metrics of engine, agent and gate."""
+_STORE_PORTS = 2
+"""The weight store: calls of the coordinator, and data."""
 
-_PROGRAM = (sys.executable, "-m", "sglang_rollout.cli")
+STORE = f"{NAME}-store"
+"""Name of the weight store."""
+
+_MODULE = ("-m", "sglang_rollout.cli")
+_PROGRAM = (sys.executable, *_MODULE)
+_PACKAGES = Path(__file__).parents[2]
+"""Folder of this package, for another Python."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineArg:
-    """One ``--engine`` option: the URL of an SGLang server, and its required tensor parallel size."""
+    """One ``--engine`` option: the URL of an SGLang server, and its parallel sizes."""
 
     address: Address
     tensor_size: int | None = None
-    """None: any size, as the engine reports."""
+    """Required tensor parallel size. None: any size, as the engine reports."""
+    pipeline_size: int = 1
+    """Pipeline stages, whose ranks all load a staged version."""
 
     @property
     def url(self) -> str:
@@ -48,6 +60,8 @@ class _EngineAddresses(NamedTuple):
     gate: Address
     agent: Address
     metrics: Address
+    data: Address | None
+    """Where the agent serves staged versions; None with another transport."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +72,8 @@ class Child:
     command: tuple[str, ...]
     grace: float = 5.0
     """Seconds between SIGTERM and SIGKILL."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables in addition to those of this process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +98,19 @@ class Folders:
     def credential(self, engine: str) -> Path:
         """Return the file with the credential of an engine."""
         return self.state / "credentials" / engine
+
+    def staged(self, name: str) -> Path:
+        """Return the folder for staged versions of an engine or of the weight store."""
+        return self.state / "staged" / name
+
+    def verdicts(self, engine: str) -> Path:
+        """Return the folder in which the loader of an engine reports its results."""
+        return self.state / "verdicts" / engine
+
+    @property
+    def loader(self) -> Path:
+        """Folder with the loader of staged versions: the ``PYTHONPATH`` of the engines."""
+        return self.state / LOADER_FOLDER
 
     @property
     def intent(self) -> Path:
@@ -114,23 +143,33 @@ class Plan:
     """True if the engines run code from requests (``--enable-custom-logit-processor``)."""
     token_file: str | None = None
     """File with the token that callers from other machines send; None: only this machine may control the fleet."""
+    store_python: str = sys.executable
+    """Python that runs the weight store. To receive process groups, it needs torch."""
 
     def intent(self) -> Intent:
         """Return the intent that the coordinator reads."""
         wanted = [
-            WantedEngine(name=each.name, tensor_size=each.engine.tensor_size, url=f"http://{each.gate}")
+            WantedEngine(
+                name=each.name,
+                tensor_size=each.engine.tensor_size,
+                url=f"http://{each.gate}",
+                data_url=each.data.url if each.data else None,
+            )
             for each in self._engine_addresses()
         ]
-        return Intent(generation=1, name=NAME, namespace=NAME, engines=wanted, weights=self.weights)
+        store = self._store_addresses()
+        wanted_store = WantedStore(name=STORE, url=store[0].url, data_url=store[1].url) if store else None
+        return Intent(generation=1, name=NAME, namespace=NAME, engines=wanted, store=wanted_store, weights=self.weights)
 
     def children(self, folders: Folders) -> list[Child]:
         """Return all processes, in the order of their start."""
         smg, smg_metrics, coordinator, batches = (_loopback(port) for port in self.ports[:4])
         gate_arguments = gate_options(self.limits, custom_logit_processors=self.custom_logit_processors)
-        limits = limits_options(self.limits)
+        limits, store = limits_options(self.limits), self._store_addresses()
         children: list[Child] = []
         for each in self._engine_addresses():
             children += _engine_children(each, folders, gate_arguments)
+        children += self._store_children(folders)
         smg_line = ("proxy", "smg", "--listen", str(smg), "--metrics-listen", str(smg_metrics), "--policy", self.policy)
         # smg serves for 5 s after SIGTERM, but no request reaches it, because the front is stopped first.
         children.append(Child("smg", (*_PROGRAM, *smg_line), grace=1.0))
@@ -141,6 +180,7 @@ class Plan:
         front = (
             *("proxy", "front", "--listen", str(self.listen), "--smg", str(smg), "--coordinator", str(coordinator)),
             *("--batches", str(batches)),
+            *(("--store", str(store[1])) if store else ()),
         )
         metrics = ("--metrics-listen", str(self.metrics), "--smg-metrics", str(smg_metrics))
         children.append(Child("front", (*_PROGRAM, *front, *metrics, "--runtime-dir", runtime, *limits)))
@@ -156,6 +196,8 @@ class Plan:
         router = {"coordinator": wire.METRICS, "smg": wire.METRICS_SMG, "front": wire.METRICS_FRONT, "batches": wire.METRICS_BATCHES}
         engine = {"engine": wire.METRICS, "agent": wire.METRICS_AGENT, "gate": wire.METRICS_GATE}
         pods = [("local-router", self.metrics, router), *((each.name, each.metrics, engine) for each in self._engine_addresses())]
+        if store := self._store_addresses():
+            pods.append((STORE, store[0], {"store": wire.STORE_METRICS}))
         return [
             {"targets": [str(address)], "labels": {"__metrics_path__": path, "container": container, "pod": pod}}
             for pod, address, paths in pods
@@ -171,20 +213,42 @@ class Plan:
             *(("--trainer-token-file", self.token_file) if self.token_file is not None else ()),
         )
 
+    def _store_children(self, folders: Folders) -> list[Child]:
+        """Return the process of the weight store; none with another transport."""
+        store = self._store_addresses()
+        if store is None:
+            return []
+        line = (
+            *(self.store_python, *_MODULE, "store", "--name", STORE, "--listen", str(store[0]), "--data-listen", str(store[1])),
+            *("--volume", str(folders.staged(STORE)), "--state-dir", str(folders.state / STORE)),
+            *("--token-file", str(folders.credential(STORE))),
+        )
+        paths = [str(_PACKAGES), *filter(None, [os.environ.get("PYTHONPATH", "")])]
+        return [Child(STORE, line, environment={"PYTHONPATH": os.pathsep.join(paths)})]
+
+    def _store_addresses(self) -> tuple[Address, Address] | None:
+        """Return the addresses of the weight store for the coordinator and for data; None with another transport."""
+        if not self.weights.is_staged:
+            return None
+        first = _ROUTER_PORTS + _ENGINE_PORTS * len(self.engines)
+        return _loopback(self.ports[first]), _loopback(self.ports[first + 1])
+
     def _engine_addresses(self) -> Iterator[_EngineAddresses]:
+        first_data = _ROUTER_PORTS + _ENGINE_PORTS * len(self.engines) + _STORE_PORTS
         for i, engine in enumerate(self.engines):
             first = _ROUTER_PORTS + _ENGINE_PORTS * i
             gate, agent, metrics = (_loopback(port) for port in self.ports[first : first + _ENGINE_PORTS])
-            yield _EngineAddresses(f"{NAME}-engine-{i}", engine, gate, agent, metrics)
+            data = _loopback(self.ports[first_data + i]) if self.weights.is_staged else None
+            yield _EngineAddresses(f"{NAME}-engine-{i}", engine, gate, agent, metrics, data)
 
 
-def count_ports(engines: int) -> int:
-    """Return the number of loopback ports that a fleet with this many engines needs."""
-    return _ROUTER_PORTS + _ENGINE_PORTS * engines
+def count_ports(engines: int, *, staged: bool = False) -> int:
+    """Return the number of loopback ports that a fleet with this many engines needs; ``staged``: with a weight store and data ports."""
+    return _ROUTER_PORTS + _ENGINE_PORTS * engines + (_STORE_PORTS + engines if staged else 0)
 
 
 def parse_engine(text: str, default_tensor_size: int | None = None) -> EngineArg:
-    """Parse ``http://host:port`` or ``http://host:port,tp=2``.
+    """Parse ``http://host:port``, ``http://host:port,tp=2`` or ``http://host:port,tp=2,pp=2``.
 
     Args:
         text: Value of an ``--engine`` option.
@@ -194,23 +258,23 @@ def parse_engine(text: str, default_tensor_size: int | None = None) -> EngineArg
         ValueError: The text is malformed.
     """
     url, *options = text.split(",")
-    tensor_size = default_tensor_size
+    sizes: dict[str, int] = {}
     for option in options:
         key, _, value = option.partition("=")
-        if key.strip() != "tp" or not value.strip().isdigit() or int(value) < 1:
-            raise ValueError(f"{option!r} in {text!r} is not valid: only tp=<tensor parallel size> may follow the URL")
-        tensor_size = int(value)
+        if key.strip() not in ("tp", "pp") or not value.strip().isdigit() or int(value) < 1:
+            raise ValueError(f"{option!r} in {text!r} is not valid: only tp=<tensor parallel size> and pp=<stages> may follow the URL")
+        sizes[key.strip()] = int(value)
     parts = urlsplit(url if "://" in url else f"http://{url}")
     if parts.scheme != "http" or parts.path.strip("/") or parts.query or parts.username:
         raise ValueError(f"{url!r} is not the URL of an SGLang server: write http://host:port")
     try:
-        return EngineArg(Address.parse(parts.netloc), tensor_size)
+        return EngineArg(Address.parse(parts.netloc), sizes.get("tp", default_tensor_size), sizes.get("pp", 1))
     except ValueError as error:
         raise ValueError(f"{url!r} is not the URL of an SGLang server: {error}") from None
 
 
 def _engine_children(addresses: _EngineAddresses, folders: Folders, gate_arguments: list[str]) -> list[Child]:
-    name, engine, gate, agent, metrics = addresses
+    name, engine, gate, agent, metrics, data = addresses
     socket = str(folders.runtime / name / "gate.sock")
     gate_line = (
         *("proxy", "gate", "--listen", str(gate), "--engine", str(engine.address), "--agent", str(agent), "--socket", socket),
@@ -220,8 +284,17 @@ def _engine_children(addresses: _EngineAddresses, folders: Folders, gate_argumen
         *("agent", "--name", name, "--engine-url", engine.url, "--listen", str(agent), "--gate-socket", socket),
         *("--state-dir", str(folders.state / name), "--token-file", str(folders.credential(name))),
         *(("--tensor-size", str(engine.tensor_size)) if engine.tensor_size is not None else ()),
+        *(_staging_options(name, engine, data, folders) if data is not None else ()),
     )
     return [Child(f"{name}-gate", (*_PROGRAM, *gate_line)), Child(f"{name}-agent", (*_PROGRAM, *agent_line))]
+
+
+def _staging_options(name: str, engine: EngineArg, data: Address, folders: Folders) -> tuple[str, ...]:
+    """Return the arguments of an agent for transport Staged."""
+    return (
+        *("--staging-volume", str(folders.staged(name)), "--verdicts-dir", str(folders.verdicts(name))),
+        *("--data-listen", str(data), "--pipeline-size", str(engine.pipeline_size)),
+    )
 
 
 def _loopback(port: int) -> Address:

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 
 from sglang_rollout.api.weights_spec import Transport, Weights
 from sglang_rollout.local.plan import EngineArg
+from sglang_rollout.staging.payload import LOADER
 
 _TIMEOUT_SECONDS = 5.0
 """An engine answers at once, unless its scheduler is busy. A busy engine is treated like an engine that is not up."""
@@ -32,6 +34,8 @@ class Sizes:
     pipeline: int = 1
     data: int = 1
     """Replicas of the model in one engine, not the width of attention data parallelism."""
+    loaders: tuple[str, ...] = ()
+    """Functions of ``--custom-weight-loader``."""
 
 
 async def read_sizes(engines: Sequence[EngineArg]) -> dict[EngineArg, Sizes]:
@@ -59,6 +63,9 @@ def check_sizes(sizes: Mapping[EngineArg, Sizes], weights: Weights) -> None:
             )
         if weights.transport is Transport.DISK:
             continue
+        if weights.is_staged:
+            _check_data_size(engine, found)
+            continue
         for what, size, flag in (("pipeline", found.pipeline, "--pp-size"), ("data", found.data, "--dp-size")):
             if size > 1:
                 raise SizesError(
@@ -66,6 +73,41 @@ def check_sizes(sizes: Mapping[EngineArg, Sizes], weights: Weights) -> None:
                     f" Start the engine with {flag} 1, or add"
                     """ --weights '{"transport": "Disk"}' and send checkpoints with /update_weights_from_disk"""
                 )
+
+
+def _check_data_size(engine: EngineArg, found: Sizes) -> None:
+    if found.data > 1:
+        raise SizesError(
+            f"engine {engine.url} runs with data parallel size {found.data}: SGLang loads no staged versions into such copies."
+            """ Start the engine with --dp-size 1, or use --weights '{"transport": "Disk"}'"""
+        )
+
+
+def check_loaders(sizes: Mapping[EngineArg, Sizes], folder: Path) -> None:
+    """Check that engines can load staged versions.
+
+    Args:
+        sizes: What the engines report.
+        folder: Folder with the loader.
+
+    Raises:
+        SizesError: An engine was started without the loader.
+    """
+    for engine, found in sizes.items():
+        if LOADER not in found.loaders:
+            raise SizesError(
+                f"engine {engine.url} was started without the loader of staged versions: start it with {describe_loader(folder)}"
+            )
+
+
+def describe_loader(folder: Path) -> str:
+    """Return the variable and the option with which an engine of transport Staged must be started."""
+    return f"the variable PYTHONPATH={folder} and the option --custom-weight-loader {LOADER}"
+
+
+def with_reported_stages(engines: Sequence[EngineArg], sizes: Mapping[EngineArg, Sizes]) -> tuple[EngineArg, ...]:
+    """Return the engines with the pipeline stages that they report. Engines that do not answer keep those of the command line."""
+    return tuple(replace(engine, pipeline_size=sizes[engine].pipeline) if engine in sizes else engine for engine in engines)
 
 
 async def _read_engine_sizes(http: aiohttp.ClientSession, engine: EngineArg) -> Sizes | None:
@@ -87,7 +129,9 @@ async def _read_engine_sizes(http: aiohttp.ClientSession, engine: EngineArg) -> 
         raise SizesError(f"{engine.url} {_NO_SGLANG}")
     # Releases up to 0.5.21 report the width of attention data parallelism as dp_size.
     data = 1 if info.get("enable_dp_attention") else _size(info, "dp_size")
-    return Sizes(_size(info, "tp_size") or 1, _size(info, "pp_size") or 1, data or 1)
+    loaders = info.get("custom_weight_loader")
+    names = tuple(map(str, loaders)) if isinstance(loaders, list) else ()
+    return Sizes(_size(info, "tp_size") or 1, _size(info, "pp_size") or 1, data or 1, names)
 
 
 def _size(info: Mapping[str, Any], key: str) -> int | None:

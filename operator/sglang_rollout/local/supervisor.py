@@ -77,6 +77,7 @@ class ChildProcess:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=asyncio.subprocess.STDOUT,
+                env={**os.environ, **self.child.environment},
                 # Ctrl-C in a terminal goes to the whole process group, but the supervisor ends the children in order.
                 process_group=0,
                 preexec_fn=lambda: _end_with_parent(supervisor),

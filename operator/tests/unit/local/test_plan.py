@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from sglang_rollout.api.limits_spec import Limits
-from sglang_rollout.api.weights_spec import Weights
+from sglang_rollout.api.weights_spec import Staging, Transport, Weights
 from sglang_rollout.local.plan import Folders, Plan, count_ports, parse_engine
 from sglang_rollout.proxy.address import Address
 
@@ -18,6 +18,13 @@ PLAN = Plan(
     weights=Weights(backend="gloo"),
     policy="RoundRobin",
     ports=tuple(range(24001, 24012)),
+)
+STAGED = replace(
+    PLAN,
+    engines=(ENGINES[0], parse_engine("127.0.0.1:1002,tp=2,pp=3")),
+    weights=Weights(transport=Transport.STAGED, staging=Staging(size_limit="1Gi")),
+    ports=tuple(range(24001, 24016)),
+    store_python="/torch/bin/python",
 )
 FOLDERS = Folders(state=Path("/s"), runtime=Path("/r"))
 
@@ -63,6 +70,29 @@ def test_no_address_is_used_twice() -> None:
     assert len(set(listens)) == len(listens) == count_ports(2) + 1
 
 
+def test_transport_staged_adds_a_weight_store_and_data_ports() -> None:
+    lines = {child.name: child.command for child in STAGED.children(FOLDERS)}
+    assert set(lines) - {child.name for child in PLAN.children(FOLDERS)} == {"local-store"}
+    assert count_ports(2, staged=True) == 15 == len(STAGED.ports)
+    store, agent, front = lines["local-store"], lines["local-engine-1-agent"], lines["front"]
+    assert store[:4] == ("/torch/bin/python", "-m", "sglang_rollout.cli", "store")
+    assert agent[agent.index("--pipeline-size") + 1] == "3"
+    folders = {line[line.index(option) + 1] for line, option in ((store, "--volume"), (agent, "--staging-volume"))}
+    assert folders == {"/s/staged/local-store", "/s/staged/local-engine-1"}
+    assert front[front.index("--store") + 1] == store[store.index("--data-listen") + 1], "pieces of uploads go straight to the store"
+    intent = STAGED.intent()
+    assert intent.store is not None
+    assert intent.store.url == f"http://{store[store.index('--listen') + 1]}"
+    assert intent.store.data_url == f"http://{store[store.index('--data-listen') + 1]}"
+    assert intent.engines[1].data_url == f"http://{agent[agent.index('--data-listen') + 1]}"
+    options = ("--listen", "--metrics-listen", "--data-listen")
+    listens = [value for line in lines.values() for option, value in pairwise(line) if option in options]
+    assert len(set(listens)) == len(listens) == count_ports(2, staged=True) + 1
+    stores = [target for target in STAGED.scrape_targets() if target["labels"]["container"] == "store"]  # type: ignore[index]
+    assert [target["targets"] for target in stores] == [[store[store.index("--listen") + 1]]]
+    assert PLAN.intent().store is None
+
+
 def test_every_process_is_a_target_of_prometheus_where_its_pod_serves_metrics() -> None:
     targets = {(str(target["labels"]["pod"]), str(target["labels"]["container"])): target for target in PLAN.scrape_targets()}  # type: ignore[index]
     assert len(targets) == len(PLAN.children(FOLDERS)) + len(ENGINES), "and the engines themselves"
@@ -74,7 +104,7 @@ def test_every_process_is_a_target_of_prometheus_where_its_pod_serves_metrics() 
     assert smg["labels"]["__metrics_path__"] == "/metrics/smg"  # type: ignore[index]
 
 
-@pytest.mark.parametrize("text", ["https://x:1", "http://x", "http://x:1/path", "http://x:1,tp=0", "http://x:1,pp=2", "http://u@x:1", ""])
+@pytest.mark.parametrize("text", ["https://x:1", "http://x", "http://x:1/path", "http://x:1,tp=0", "http://x:1,pp=0", "http://u@x:1", ""])
 def test_a_malformed_engine_option_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"is not valid|is not the URL"):
         parse_engine(text)

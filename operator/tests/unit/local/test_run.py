@@ -159,6 +159,21 @@ def test_pipeline_and_data_parallel_engines_need_the_disk_transport() -> None:
     check_sizes({ONE: Sizes(2, pipeline=2, data=2)}, Weights(transport=Transport.DISK))
 
 
+def test_options_of_transport_staged_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    with StandIn() as engine:
+        line = ("--engine", engine.url, "--listen", f"127.0.0.1:{free_port()}")
+        state, limit = ("--state-dir", str(tmp_path)), ("--staging-size-limit", "1Gi")
+        assert "belong to --transport Staged" in refused(*line, *limit)
+        assert "needs --staging-size-limit" in refused(*line, "--transport", "Staged", *state)
+        assert "write 20Gi or 500M" in refused(*line, "--transport", "Staged", *state, "--staging-size-limit", "much")
+        assert "needs --state-dir" in refused(*line, "--transport", "Staged", *limit)
+        text = refused(*line, "--transport", "Staged", *state, *limit)
+        assert f"start it with the variable PYTHONPATH={tmp_path / 'loader'}" in text
+        assert "--custom-weight-loader sglang_rollout_loader.load" in text
+        disk = '{"catchUp": {"disk": "/d"}}'
+        assert "needs no catchUp.disk" in refused(*line, "--transport", "Staged", *state, *limit, "--weights", disk)
+
+
 def test_an_unwritable_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     text = refused("--engine", "127.0.0.1:1", "--listen", f"127.0.0.1:{free_port()}", "--state-dir", str(tmp_path / "file"))
