@@ -10,7 +10,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, ParamSpec, TypeVar
@@ -94,21 +94,51 @@ class Http:
         """POST a control call and check its reply: the HTTP status, and ``success`` if the reply has it. Never retry."""
         return self._checked_reply(path, self.send("POST", path, body, timeout=timeout))
 
+    def put(
+        self, path: str, data: bytes | memoryview, *, headers: Mapping[str, str], timeout: float, cancellation: Cancellation | None = None
+    ) -> dict[str, Any]:
+        """PUT bytes and check the reply as ``post`` does. Never retry."""
+        reply = self.send("PUT", path, None, timeout=timeout, cancellation=cancellation, data=data, headers=headers)
+        return self._checked_reply(path, reply)
+
+    def delete(self, path: str, *, timeout: float) -> dict[str, Any]:
+        """DELETE a resource and check the reply as ``post`` does. Never retry."""
+        return self._checked_reply(path, self.send("DELETE", path, None, timeout=timeout))
+
     def send(
-        self, method: str, path: str, body: dict[str, Any] | None, *, timeout: float, cancellation: Cancellation | None = None
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None,
+        *,
+        timeout: float,
+        cancellation: Cancellation | None = None,
+        data: bytes | memoryview | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> requests.Response:
         """Make one HTTP call and return its response, whatever the status is.
+
+        Args:
+            method: ``GET``, ``POST``, ``PUT`` or ``DELETE``.
+            path: Path, with the query.
+            body: JSON object to send.
+            timeout: Seconds until the answer begins.
+            cancellation: Switch that ends the call.
+            data: Bytes to send in place of ``body``.
+            headers: Headers beside the credentials.
 
         Raises:
             FleetUnreachable: The URL did not answer in time, or the call was cancelled.
             FleetUntrusted: The certificate of the URL was not accepted.
             FleetError: The file of the token cannot be read.
         """
-        connect = min(CONNECT_SECONDS, timeout)
+        # Also the timeout of sending the body on a new connection, so it must allow for many bytes.
+        connect = timeout if data is not None else min(CONNECT_SECONDS, timeout)
         try:
             with self._session() as session, cancellation.attach(session) if cancellation else nullcontext():
-                headers = self._credentials.headers()
-                return session.request(method, self.url + path, json=body, headers=headers, timeout=(connect, timeout))
+                sent = {**(headers or {}), **self._credentials.headers()}
+                payload: Any = data  # requests sends any buffer
+                return session.request(method, self.url + path, json=body, data=payload, headers=sent, timeout=(connect, timeout))
         except requests.exceptions.Timeout as error:
             raise FleetUnreachable(f"{self.url}{path} did not answer within {timeout:.0f} s.") from error
         except requests.exceptions.RequestException as error:

@@ -30,11 +30,12 @@ from sglang_rollout.trainer.push import (
 )
 from sglang_rollout.trainer.ranks import MARGIN_SECONDS, Ranks, follow
 from sglang_rollout.trainer.signing import SigningKey, find_signing_key
-from sglang_rollout.trainer.snapshots import Snapshots, Staging
+from sglang_rollout.trainer.snapshots import HostBytes, Snapshots, Staging
 from sglang_rollout.trainer.tensors import NamedTensors, Shapes, Source, Specs
+from sglang_rollout.trainer.upload import COMMIT_STEPS, Upload, Wait
 from sglang_rollout.wire.ports import FLEET, FLEET_TENSORS
 from sglang_rollout.wire.signed import SignedVersion
-from sglang_rollout.wire.trainer import FleetDocument, ModelTensors
+from sglang_rollout.wire.trainer import TRANSPORT_STAGED, FleetDocument, ModelTensors
 
 if TYPE_CHECKING:
     from sglang_rollout.trainer.process_group import ProcessGroup
@@ -225,8 +226,12 @@ class Fleet:
         checksums: Checksums | None = None,
         specs: Specs | None = None,
         check_model: bool = True,
+        wait: Wait = "committed",
     ) -> PushResult:
         """Send these weights to every engine as ``version``. Return when the fleet has committed the version.
+
+        A fleet with ``weights.transport: Staged`` gets the weights as an upload over HTTP, unless ``open_group`` was called before.
+        Its engines generate meanwhile, and a push that fails changes nothing.
 
         Names, shapes and types are checked before the first call to the fleet. If a tensor is a ``DTensor`` (FSDP2), every
         rank of its mesh must call ``push`` with the same arguments: the ranks gather the tensors bucket by bucket, the
@@ -245,6 +250,8 @@ class Fleet:
                 commits, also with ``weights.verify: Off``.
             specs: Name, shape and type of each tensor, in order. With these an iterator is checked before the push begins.
             check_model: Compare names and shapes with the model that the engines were started with, if the fleet can read it.
+            wait: ``"staged"``: return when the fleet has all bytes of an upload, before the engines load them. Such a push gets no
+                snapshot.
 
         Raises:
             PushFailed: The fleet did not commit the version, and continues to serve the previous version.
@@ -256,23 +263,29 @@ class Fleet:
         if ranks is not None and not ranks.is_leader:
             return PushResult(**follow(ranks, source, options.intent, bucket_bytes=bucket_bytes, timeout=timeout))
         with nullcontext() if ranks is None else ranks.publish_failure():
-            return self._lead_push(source, options, ranks, snapshot=snapshot, check_model=check_model)
+            return self._lead_push(source, options, ranks, snapshot=snapshot, check_model=check_model, wait=wait)
 
     def _lead_push(
-        self, source: Source, options: PushOptions, ranks: Ranks | None, *, snapshot: bool | None, check_model: bool
+        self, source: Source, options: PushOptions, ranks: Ranks | None, *, snapshot: bool | None, check_model: bool, wait: Wait
     ) -> PushResult:
         """Push as the rank that talks to the fleet."""
         started = time.monotonic()
         if snapshot and self.snapshots is None:
             raise ValueError("snapshot=True needs a directory: set fleet.snapshots = Snapshots(directory, model=...).")
         self._check(source, options.bucket_bytes, compare=check_model)
+        uploads = self._groups.group is None and self.document().transport == TRANSPORT_STAGED
+        if wait == "staged" and (snapshot or not uploads):
+            raise ValueError('wait="staged" needs an upload (weights.transport: Staged, and no open_group()) and no snapshot=True.')
         if ranks is not None:
-            patience = self._groups.options.timeout + 2 * options.timeout + MARGIN_SECONDS
+            steps = 1 + COMMIT_STEPS if uploads else 2
+            patience = self._groups.options.timeout + steps * options.timeout + MARGIN_SECONDS
             ranks.agree(source.digest(options.intent), patience=patience)
+        if uploads:
+            return self._upload(source, options, ranks, snapshot=snapshot, wait=wait, started=started)
         group = self._current_group()
         signed = self._sign(options)
         staging = self.snapshots.begin(wanted=snapshot) if self.snapshots else None
-        push = Push(self._http, group, options, signed=signed, ranks=ranks, tensor_sink=_tensor_sink(staging, group))
+        push = Push(self._http, group, options, signed=signed, ranks=ranks, tensor_sink=_tensor_sink(staging, group.host_bytes))
         push.phases["group"] = (time.monotonic() - started) * 1000
         document = self._run(push, source, options.version)
         push.phases["total"] = (time.monotonic() - started) * 1000
@@ -280,6 +293,26 @@ class Fleet:
         if ranks is not None:
             ranks.finish(result)
         saved = staging.publish(document.committed, group.epoch, document.fleet_id) if staging else None
+        return PushResult(**result, snapshot=saved)
+
+    def _upload(
+        self, source: Source, options: PushOptions, ranks: Ranks | None, *, snapshot: bool | None, wait: Wait, started: float
+    ) -> PushResult:
+        """Push as an upload over HTTP."""
+        from sglang_rollout.trainer.process_group import copy_bytes, read_bytes  # noqa: PLC0415 - imports torch, as the tensors have
+
+        signed = self._sign(options)
+        staging = self.snapshots.begin(wanted=snapshot) if self.snapshots and wait == "committed" else None
+        sink = _tensor_sink(staging, copy_bytes)
+        upload = Upload(self._http, options, wait=wait, read_bytes=read_bytes, signed=signed, ranks=ranks, tensor_sink=sink)
+        upload.phases["group"] = (time.monotonic() - started) * 1000
+        upload.run(source)
+        document = self.document() if upload.state == "staged" else self._check_committed(options.version)
+        upload.phases["total"] = (time.monotonic() - started) * 1000
+        result = upload.result(document.epoch)
+        if ranks is not None:
+            ranks.finish(result)
+        saved = staging.publish(document.committed, document.epoch, document.fleet_id) if staging else None
         return PushResult(**result, snapshot=saved)
 
     def _sign(self, options: PushOptions) -> SignedVersion | None:
@@ -377,7 +410,7 @@ def _trainer_ranks(source: Source, timeout: float) -> Ranks | None:
     return connect_ranks(source.ranks, timeout=timeout)
 
 
-def _tensor_sink(staging: Staging | None, group: ProcessGroup) -> TensorSink | None:
+def _tensor_sink(staging: Staging | None, host_bytes: HostBytes) -> TensorSink | None:
     if staging is None:
         return None
-    return lambda spec, tensor: staging.add(spec, tensor, group.host_bytes)
+    return lambda spec, tensor: staging.add(spec, tensor, host_bytes)

@@ -105,6 +105,22 @@ def connect_ranks(ranks: Sequence[int], *, timeout: float) -> Ranks:
     return Ranks(dist.PrefixStore(f"sglang-rollout/{'-'.join(map(str, ranks))}", separate), dist.get_rank(), ranks, timeout=timeout)
 
 
+def copy_bytes(tensor: Any) -> memoryview:
+    """Copy the tensor's bytes to host memory."""
+    with torch.no_grad():
+        return memoryview(_flatten(tensor).to("cpu", copy=True).numpy())
+
+
+def read_bytes(tensor: Any) -> memoryview:
+    """Return the tensor's bytes in host memory: a view of a contiguous tensor that is there already, else a copy."""
+    with torch.no_grad():
+        return memoryview(_flatten(tensor).cpu().numpy())
+
+
+def _flatten(tensor: Any) -> Any:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
 @dataclass(frozen=True, slots=True)
 class FilledBuffer:
     """A staging buffer that contains the bytes of one bucket."""
@@ -151,7 +167,7 @@ class ProcessGroup:
                 gathered = full(spec, tensor)
                 if failed is None:
                     try:
-                        source = gathered.detach().contiguous().reshape(-1).view(torch.uint8)
+                        source = _flatten(gathered)
                         buffer[offset : offset + source.numel()].copy_(source)
                     except Exception as error:  # noqa: BLE001 - raised below, after the last collective
                         failed = error
@@ -170,9 +186,7 @@ class ProcessGroup:
 
     def host_bytes(self, tensor: Any) -> memoryview:
         """Copy the tensor's bytes to host memory."""
-        with torch.no_grad():
-            flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-            return memoryview(flat.to("cpu", copy=True).numpy())
+        return copy_bytes(tensor)
 
     def broadcast(self, buffer: FilledBuffer, *, timeout: float) -> None:
         """Send a buffer to every engine. Block until the buffer may be written again: call this in a background thread."""

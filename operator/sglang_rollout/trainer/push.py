@@ -55,18 +55,18 @@ class BroadcastGroup(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PushResult:
-    """A push that the fleet has committed. Every engine holds it, except those in ``fenced``."""
+    """A push that the fleet has committed, or staged (``state``). Every engine holds a committed push, except those in ``fenced``."""
 
     version: str
     """Label of the version, as in every sample's ``weight_version``."""
     epoch: int
-    """Epoch of the process group."""
+    """Epoch of the process group; for an upload, of the fleet."""
     world_size: int
-    """Ranks of the process group, with the trainer."""
+    """Ranks of the process group, with the trainer; 1 for an upload."""
     bytes: int
-    """Bytes that were broadcast."""
+    """Bytes that were sent."""
     buckets: int
-    """Number of broadcasts."""
+    """Number of broadcasts; for an upload, of shards."""
     phases: dict[str, float] = field(default_factory=dict)
     """Milliseconds of ``group`` (checks, and a process group if one was opened), ``begin``, ``prepare`` (overlaps with
     ``transfer``), ``transfer``, ``end`` and ``total``.
@@ -75,6 +75,8 @@ class PushResult:
     """Engines that failed at the end and serve no requests until the next push, with reasons; only with ``weights.minCommitted``."""
     snapshot: Future[Snapshot] | None = None
     """The snapshot of this push, written in the background; None if this push is not written."""
+    state: str = "committed"
+    """``committed``; ``staged`` after a push that did not wait for the commit: the engines have not loaded the version yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +146,7 @@ class Push:
         self._timed("begin", lambda: self._call("begin", ControlCall.BEGIN_UPDATE.path, begin))
         self._timed("transfer", lambda: self._transfer(first, prepared))
         ended = self._timed("end", lambda: self._call("end", ControlCall.END_UPDATE.path, self._end_body()))
-        self.fenced = _fenced(ended)
+        self.fenced = read_fenced(ended)
         for name, reason in self.fenced.items():
             log.warning("Version %s is committed without engine %s: %s", self._options.version, name, reason)
 
@@ -214,7 +216,7 @@ class Push:
         try:
             return self._http.post(path, body, timeout=self._options.timeout)
         except FleetError as error:
-            raise _push_failure(phase, error) from error
+            raise push_failure(phase, error) from error
 
     def _timed(self, phase: str, step: Callable[[], R]) -> R:
         started = time.monotonic()
@@ -237,7 +239,7 @@ def _await_bucket(reply: Future[dict[str, Any]], sent: Future[None], deadline: D
     if any(future.exception() for future in done):
         if reply not in done:  # a broken connection fails the broadcast first, but the fleet knows which engine failed
             wait(both, timeout=OTHER_SIDE_SECONDS, return_when=FIRST_COMPLETED if sent not in done else "ALL_COMPLETED")
-        raise _push_failure("transfer", _clearer_error(reply, sent))
+        raise push_failure("transfer", _clearer_error(reply, sent))
     if len(done) < len(both):
         late = "the broadcast did not finish" if reply in done else "the fleet did not reply"
         raise PushFailed(phase="transfer", reason=f"{late} within {deadline.seconds:.0f} s")
@@ -249,15 +251,17 @@ def _clearer_error(reply: Future[dict[str, Any]], sent: Future[None]) -> BaseExc
     return error or FleetError("the transfer failed for an unknown reason")
 
 
-def _push_failure(phase: str, error: BaseException) -> PushFailed:
+def push_failure(phase: str, error: BaseException, advice: str | None = None) -> PushFailed:
+    """Return the failure of a push in which a call failed with this error."""
     if isinstance(error, PushFailed):
         return error
     if isinstance(error, FleetRefused):
-        return PushFailed(phase=phase, reason=error.reason, engine=_blamed_engine(error.fleet))
-    return PushFailed(phase=phase, reason=str(error))
+        return PushFailed(phase=phase, reason=error.reason, engine=_blamed_engine(error.fleet), advice=advice)
+    return PushFailed(phase=phase, reason=str(error), advice=advice)
 
 
-def _fenced(reply: Mapping[str, Any]) -> dict[str, str]:
+def read_fenced(reply: Mapping[str, Any]) -> dict[str, str]:
+    """Return the engines that failed at the end of a push, with reasons."""
     fleet = reply.get("fleet")
     fenced = fleet.get("fenced") if isinstance(fleet, dict) else None
     return {str(name): str(reason) for name, reason in fenced.items()} if isinstance(fenced, dict) else {}

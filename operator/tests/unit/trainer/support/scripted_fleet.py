@@ -9,6 +9,8 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from sglang_rollout.wire.ports import DIGEST_HEADER, TICKET_HEADER
+
 Reply = tuple[int, Any] | tuple[int, Any, dict[str, str]]
 """Status, JSON body and, optionally, headers."""
 Script = Reply | Callable[[dict[str, Any]], Reply]
@@ -38,6 +40,8 @@ def document(**changes: Any) -> dict[str, Any]:
 class FakeFleet:
     """Use in a ``with`` block. ``replies[path]`` is a reply, a function of the body, or a list of them used up in
     order.
+
+    The body of a PUT is given as ``{"data", "ticket", "digest"}``; ``replies["PUT"]`` answers a path without replies.
     """
 
     def __init__(self) -> None:
@@ -60,9 +64,13 @@ class FakeFleet:
                 """Log nothing."""
 
             def _answer(self) -> None:
-                length = int(self.headers.get("Content-Length") or 0)
+                sent = self.rfile.read(int(self.headers.get("Content-Length") or 0))
                 fleet.authorizations.append(self.headers.get("Authorization"))
-                status, reply, *headers = fleet.answer(self.path, json.loads(self.rfile.read(length) or b"{}"))
+                if self.command == "PUT":
+                    body = {"data": sent, "ticket": self.headers[TICKET_HEADER], "digest": self.headers[DIGEST_HEADER]}
+                else:
+                    body = json.loads(sent or b"{}")
+                status, reply, *headers = fleet.answer(self.path, body, self.command)
                 payload = json.dumps(reply).encode()
                 self.send_response(status)
                 for name, value in ({"Content-Length": str(len(payload))} | (headers[0] if headers else {})).items():
@@ -70,18 +78,18 @@ class FakeFleet:
                 self.end_headers()
                 self.wfile.write(payload)
 
-            do_GET = do_POST = _answer  # noqa: N815 - names of the standard library
+            do_GET = do_POST = do_PUT = do_DELETE = _answer  # noqa: N815 - names of the standard library
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
 
-    def answer(self, path: str, body: dict[str, Any]) -> Reply:
+    def answer(self, path: str, body: dict[str, Any], method: str = "POST") -> Reply:
         """Record the call, and return the next reply of the path."""
         with self._lock:
             self.calls.append((path, body))
             self.counts[path] += 1
-            script = self.replies.get(path, (404, {"success": False, "message": f"nothing at {path}"}))
+            script = self.replies.get(path) or self.replies.get(method, (404, {"success": False, "message": f"nothing at {path}"}))
             if isinstance(script, list):
                 script = script.pop(0) if len(script) > 1 else script[0]
         return script(body) if callable(script) else script
