@@ -49,7 +49,7 @@ def torchrl(t: Trainer, scale: float, version: str) -> None:
 def skyrl(t: Trainer, scale: float, version: str) -> None:
     """SkyRL up to 0.4: a named group, updates that do not name it, one tensor per call, no pause; flush ends the update."""
     if not t.commits:
-        t.open(3, group="skyrl", group_name="skyrl", backend="gloo")
+        t.open(1 + t.fleet.ranks, group="skyrl", group_name="skyrl", backend="gloo")
     for name in t.fleet.names:
         t.send(scale, [name], single=True)
     t.post(FLUSH)
@@ -59,7 +59,7 @@ def slime(t: Trainer, scale: float, version: str) -> None:
     """slime: a group for each pipeline stage, from as many processes; flush before the buckets; versions; continue."""
     if not t.commits:
         info = t.get("/get_server_info")
-        assert (info["num_gpus"], info["enable_memory_saver"], info["disaggregation_mode"]) == (2, False, "null")
+        assert (info["num_gpus"], info["enable_memory_saver"], info["disaggregation_mode"]) == (t.fleet.ranks, False, "null")
         assert t.call("POST", "/workers", {"url": t.fleet.url, "worker_type": "regular"}).status_code == 202
         for rank in range(2):
             t.open(1 + info["num_gpus"], group=f"slime-pp_{rank}", who=rank, group_name=f"slime-pp_{rank}", backend="gloo")
@@ -83,7 +83,7 @@ def miles(t: Trainer, scale: float, version: str) -> None:
         assert t.call("GET", "/health_generate").ok
         until_flushed(t)
         assert t.call("POST", DESTROY, {"group_name": "miles-pp_0"}).status_code == 400
-        t.open(3, group="miles-pp_0", group_name="miles-pp_0", backend="gloo")
+        t.open(1 + t.fleet.ranks, group="miles-pp_0", group_name="miles-pp_0", backend="gloo")
     t.post("/pause_generation", {"mode": "retract"})
     t.get(FLUSH)
     t.post("/begin_weight_update", {"selector": "all"})
@@ -100,7 +100,7 @@ def areal(t: Trainer, scale: float, version: str) -> None:
         assert t.call("GET", "/health", {}).ok
         for stage in range(2):
             name = f"update_weight_group_{stage}"
-            t.open(3, group=name, who=stage, text_port=True, group_name=name, backend="gloo", pp_rank=stage)
+            t.open(1 + t.fleet.ranks, group=name, who=stage, text_port=True, group_name=name, backend="gloo", pp_rank=stage)
     t.post("/pause_generation", {})
     for stage, names in enumerate(t.buckets()):
         t.send(scale, names, who=stage, group_name=f"update_weight_group_{stage}", abort_all_requests=True)
@@ -110,7 +110,7 @@ def areal(t: Trainer, scale: float, version: str) -> None:
 def roll(t: Trainer, scale: float, version: str) -> None:
     """ROLL: no pause, buckets that do not flush, a flush with an empty object."""
     if not t.commits:
-        t.open(3, group="roll_0_0", group_name="roll_0_0", backend="gloo")
+        t.open(1 + t.fleet.ranks, group="roll_0_0", group_name="roll_0_0", backend="gloo")
     for names in t.buckets():
         assert t.send(scale, names, group_name="roll_0_0", flush_cache=False)["success"] is True
     t.post(FLUSH, {})
@@ -129,7 +129,7 @@ def session(t: Trainer, scale: float, version: str) -> None:
 def bare_session(t: Trainer, scale: float, version: str) -> None:
     """The same with calls that have no body at all, and a pause around it."""
     if not t.commits:
-        t.open(3, group="bare", group_name="bare")
+        t.open(1 + t.fleet.ranks, group="bare", group_name="bare")
     t.post("/pause_generation")
     t.post("/begin_weight_update")
     for names in t.buckets():
@@ -141,7 +141,7 @@ def bare_session(t: Trainer, scale: float, version: str) -> None:
 def in_place(t: Trainer, scale: float, version: str) -> None:
     """Pauses in place and lets SGLang's default flush with every bucket."""
     if not t.commits:
-        t.open(3, group="in-place", group_name="in-place")
+        t.open(1 + t.fleet.ranks, group="in-place", group_name="in-place")
     t.post("/pause_generation", {"mode": "in_place"})
     for names in t.buckets():
         t.send(scale, names, group_name="in-place", weight_version=version)
@@ -151,7 +151,7 @@ def in_place(t: Trainer, scale: float, version: str) -> None:
 def group_for_each(t: Trainer, scale: float, version: str) -> None:
     """A group for each update, closed after it without its name: there is no other call that could mean the end."""
     name = f"once-{version}"
-    t.open(3, group=name, group_name=name)
+    t.open(1 + t.fleet.ranks, group=name, group_name=name)
     t.send(scale, t.fleet.names, group_name=name)
     t.post(DESTROY)
 
@@ -216,6 +216,7 @@ def asking(watch: Watch, clients: int) -> Iterator[None]:
         watch.stop()
 
 
+@pytest.mark.parametrize("lab", ["stand-in", "sglang", "staged", pytest.param("sglang-staged", marks=pytest.mark.long)], indirect=True)
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.push.__name__)
 def test_a_trainer_commits_once_per_update_and_at_the_right_call(lab: Fleet, dialect: Dialect) -> None:
     before = lab.committed()
@@ -239,7 +240,14 @@ def test_a_trainer_commits_once_per_update_and_at_the_right_call(lab: Fleet, dia
     assert watch.violations == []
 
 
-@pytest.mark.parametrize("lab", ["old", "mixed", pytest.param("sglang-old", marks=pytest.mark.long), "sglang-mixed"], indirect=True)
+@pytest.mark.parametrize(
+    "lab",
+    [
+        *("old", "mixed", pytest.param("sglang-old", marks=pytest.mark.long), "sglang-mixed"),
+        *("staged-mixed", pytest.param("sglang-staged-mixed", marks=pytest.mark.long)),
+    ],
+    indirect=True,
+)
 @pytest.mark.parametrize("dialect", EACH_WAY, ids=lambda dialect: dialect.push.__name__)
 def test_engines_without_sessions_take_part(lab: Fleet, dialect: Dialect) -> None:
     """All engines have SGLang 0.5.20, or one of them has."""

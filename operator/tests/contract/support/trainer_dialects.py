@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ from e2e.chaos.tokens import FEW, PROMPT
 from e2e.child import start_child
 from e2e.engine import Engine, environment
 
+from sglang_rollout.staging.payload import LOADER, install_loader
 from sglang_rollout.testing import expected_tokens
 from sglang_rollout.testing.policy import read_folder
 from tests.contract.support.engine_servers import Peer, peer, sglang, stand_in
@@ -25,7 +27,9 @@ from tests.support.ports import free_port
 
 SCALES = (0.6, 0.8, 1.5)
 """Factors of the model's tensors, which give weights that differ from each other and from the model's own."""
-OLD = {"stand-in": (), "old": (0, 1), "mixed": (0,), "sglang": (), "sglang-old": (0, 1), "sglang-mixed": (0,)}
+OLD = {"stand-in": (), "old": (0, 1), "mixed": (0,), "sglang": (), "sglang-old": (0, 1), "sglang-mixed": (0,)} | {
+    "staged": (), "staged-mixed": (0,), "sglang-staged": (), "sglang-staged-mixed": (0,),
+}  # fmt: skip
 """Indexes of the engines of each kind that are SGLang 0.5.20, or behave like it."""
 REFERENCE = """
 import json, sys, torch
@@ -53,6 +57,10 @@ class Fleet:
     """The model's tensors."""
     expected: dict[float, list[int]] = field(default_factory=dict)
     """Tokens that engines generate with the weights of each scale."""
+    ranks: int = 2
+    """Ranks of a process group beside the trainer's."""
+    folder: Path = field(default_factory=Path)
+    """Folder with the logs, and with the state of ``sglang-rollout local``."""
 
     def document(self) -> dict[str, Any]:
         reply = requests.get(f"{self.url}/fleet", timeout=10)
@@ -110,11 +118,21 @@ def _expected(kind: str, folder: Path) -> dict[float, list[int]]:
     return found
 
 
-def _engine(kind: str, index: int, log: Path) -> Engine:
-    old = index in OLD[kind]
-    if kind.startswith("sglang"):
-        return sglang(free_port(), log, old=old)
-    return stand_in(free_port(), log, *(["--old"] if old else []))
+def is_staged(kind: str) -> bool:
+    """Return whether fleets of a kind have transport Staged."""
+    return "staged" in kind
+
+
+def _engine(kind: str, index: int, folder: Path) -> Engine:
+    old, log = index in OLD[kind], folder / f"engine-{index}.log"
+    loader = ["--custom-weight-loader", LOADER] if is_staged(kind) else []
+    if not kind.startswith("sglang"):
+        return stand_in(free_port(), log, *(["--old"] if old else []), *loader)
+    engine = sglang(free_port(), log, old=old, args=loader)
+    if loader:
+        path = os.pathsep.join([str(install_loader(folder / "state")), engine.environment["PYTHONPATH"]])
+        engine.environment = engine.environment | {"PYTHONPATH": path}
+    return engine
 
 
 @contextmanager
@@ -123,7 +141,7 @@ def fleet(kind: str, folder: Path, number: int = 2, **policy: Any) -> Iterator[F
     with ExitStack() as stack:
         made = []
         for index in range(number):
-            engine = _engine(kind, index, folder / f"engine-{index}.log")
+            engine = _engine(kind, index, folder)
             engine.start()
             stack.callback(engine.kill)
             made.append(engine)
@@ -133,11 +151,14 @@ def fleet(kind: str, folder: Path, number: int = 2, **policy: Any) -> Iterator[F
         line = [sys.executable, "-m", "sglang_rollout.cli", "local", "--listen", address, "--backend", "gloo"]
         line += ["--weights", json.dumps(policy), "--state-dir", str(folder / "state")]
         line += [part for engine in made for part in ("--engine", engine.url)]
+        if is_staged(kind):
+            line += ["--transport", "Staged", "--staging-size-limit", "1Gi", "--store-python", str(environment.python(make=False))]
         with (folder / "local.log").open("ab") as log:
             local = start_child(line, stdout=log, stderr=log)
         stack.callback(local.wait, 30)
         stack.callback(local.terminate)
-        found = Fleet(kind, f"http://{address}", made, list(read_folder(environment.model())), _expected(kind, folder))
+        names, ranks = list(read_folder(environment.model())), 1 if is_staged(kind) else number
+        found = Fleet(kind, f"http://{address}", made, names, _expected(kind, folder), ranks, folder)
         found.serving(number, 90)
         yield found
 
