@@ -31,11 +31,14 @@ from sglang_rollout.batches.metrics import make_metrics as make_batch_metrics
 from sglang_rollout.controller.metrics import Metrics as OperatorMetrics
 from sglang_rollout.coordinator.metrics import Metrics as CoordinatorMetrics
 from sglang_rollout.coordinator.update.phases import TRANSITIONS, Phase
+from sglang_rollout.store.app import make_metrics as make_store_metrics
 from sglang_rollout.wire import Message
 from sglang_rollout.wire.reasons import GateReason
 from sglang_rollout.wire.record import UpdateReason
+from sglang_rollout.wire.staged import StoreStatus
 from sglang_rollout.wire.trainer import FleetDocument, FleetMember
 
+_EMPTY_STORE = SimpleNamespace(status=lambda: StoreStatus(instance=""), uploads=SimpleNamespace(bytes=0))
 TARGET = Path(__file__).parent / "_generated"
 RUNBOOK = Path(__file__).parent / "operations/conditions.md"
 
@@ -67,6 +70,7 @@ def metrics() -> str:
         "Coordinator": CoordinatorMetrics().registry,
         "Batch server": make_batch_metrics(Budget()),
         "Agent": make_agent_metrics(cast("Any", SimpleNamespace())),
+        "Weight store": make_store_metrics(cast("Any", _EMPTY_STORE)),
     }
     parts = []
     for process, registry in registries.items():
