@@ -22,7 +22,6 @@ _INTERRUPTIONS = frozenset({Reason.UPDATING_WEIGHTS, Reason.TRAINER_LOST, Reason
 _GATE_VERDICTS: Mapping[GateReason, tuple[EnginePhase, Reason]] = {
     GateReason.RESTART_BUDGET_EXHAUSTED: (EnginePhase.FAILED, Reason.RESTART_BUDGET_EXHAUSTED),
     GateReason.CATCHING_UP: (EnginePhase.WAITING, Reason.WAITING_FOR_WEIGHTS),
-    GateReason.UPDATE_IN_PROGRESS: (EnginePhase.UPDATING, Reason.UPDATING_WEIGHTS),
 }
 """Phase and reason of an engine whose agent or coordinator gives one of these codes. Other codes do not decide by themselves."""
 _TROUBLE_REASONS = {
@@ -211,18 +210,23 @@ def _judge_interruption(fleet: FleetView, engine: EngineView, row: EngineRow) ->
     """Return the verdict on an engine that serves again without help; None if it needs weights."""
     if row.reason is GateReason.CATCHING_UP:
         return Verdict(*_GATE_VERDICTS[row.reason], row.message)
-    if row.reason is GateReason.UPDATE_IN_PROGRESS and row.state is EngineState.DIRTY:
-        message = "a weight update is in progress; the engine serves again when it is committed."
-        return Verdict(*_GATE_VERDICTS[row.reason], message)
-    if row.reason is GateReason.NOT_COMMITTED and engine.holds_committed:
+    if engine.holds_committed and row.reason in {GateReason.NOT_COMMITTED, GateReason.UPDATE_IN_PROGRESS}:
         # The agent sent this code before it heard of the commit.
         message = "it holds the version that was just committed; its gate is opening."
+        return Verdict(EnginePhase.UPDATING, Reason.UPDATING_WEIGHTS, message)
+    if row.reason is GateReason.UPDATE_IN_PROGRESS or _has_loaded_early(fleet, row):
+        message = "a weight update is in progress; the engine serves again when it is committed."
         return Verdict(EnginePhase.UPDATING, Reason.UPDATING_WEIGHTS, message)
     if row.released or row.comparing:
         return Verdict(EnginePhase.ASLEEP, Reason.ASLEEP, _describe_sleep(fleet, row))
     if engine.is_paused_by_spec:
         return Verdict(EnginePhase.PAUSED, Reason.PAUSED, "spec.state is Paused; it holds the committed version.")
     return None
+
+
+def _has_loaded_early(fleet: FleetView, row: EngineRow) -> bool:
+    """Return True if the engine is the canary: it holds the version of the open update, which is not committed yet."""
+    return row.reason is GateReason.NOT_COMMITTED and fleet.record is not None and row.version == fleet.record.under_way is not None
 
 
 def _judge_weights(fleet: FleetView, engine: EngineView, row: EngineRow) -> Verdict:
@@ -259,6 +263,8 @@ def _describe_sleep(fleet: FleetView, row: EngineRow) -> str:
 def _describe_way_back(fleet: FleetView, engine: EngineView) -> str:
     """Return how an engine with other weights can serve again."""
     record = fleet.record
+    if fleet.rollout is not None and fleet.rollout.spec.weights.is_staged:
+        return "it loads a staged copy, or takes the trainer's next weight update."
     if record and record.joined and engine.name not in fleet.process_group_members:
         return (
             "it joined after the trainer's process group was opened; it needs a new process group, or a snapshot on disk"

@@ -206,7 +206,7 @@ class Pod:
             if ended:
                 # The kubelet restarts a container at once the first time, and backs off if it ends again soon after.
                 kind = TroubleKind.CRASH if failed_before or reason == CRASH_REASON else TroubleKind.RESTART
-                text = f"container {name} {describe_end(ended)} ({_restarts(status)})"
+                text = f"container {name} {describe_end(ended)}{_restarts(status)}"
                 return Trouble(kind, text, follows_other_pod=_follows_other_pod(ended))
         return self._pod_failure()
 
@@ -304,8 +304,9 @@ def _last_end(status: Object) -> Object | None:
 
 
 def _restarts(status: Object) -> str:
+    """Return an addition to a message: how often the container was restarted; empty before the first restart."""
     count = int(status.get("restartCount", 0))
-    return "restarted once" if count == 1 else f"restarted {count} times"
+    return "" if not count else " (restarted once)" if count == 1 else f" (restarted {count} times)"
 
 
 def _pull_error(waiting: Object) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang_rollout.controller.decide.pods import Pod
+from sglang_rollout.controller.decide.pods import Pod, TroubleKind
 from sglang_rollout.controller.decide.view import FleetView
 from sglang_rollout.controller.render import names
 from sglang_rollout.wire.reasons import end_sentence
@@ -39,8 +39,16 @@ def describe_store_problem(fleet: FleetView) -> str:
     pod = fleet.store_pod
     if pod is not None and pod.is_ready:
         return ""
-    why = _describe_failure(fleet) or (f"Pod {pod.name} waits for the scheduler." if pod and not pod.node else "It is starting.")
+    why = _describe_failure(fleet) or _describe_start(pod)
     return f"The weight store is not ready, so the fleet takes no new weights. {why}"
+
+
+def _describe_start(pod: Pod | None) -> str:
+    if pod is None:
+        return "It is starting."
+    if trouble := pod.find_trouble():
+        return f"Pod {pod.name}: {trouble.text}; it is starting again."
+    return "It is starting." if pod.node else f"Pod {pod.name} waits for the scheduler."
 
 
 def has_store_failed(fleet: FleetView) -> bool:
@@ -53,6 +61,6 @@ def _describe_failure(fleet: FleetView) -> str:
     if pod is None:
         name, error = names.store_name(fleet.name), fleet.cluster.creation_errors.get(names.store_name(fleet.name))
         return end_sentence(f"The pod of StatefulSet {name} cannot be created: {error}") if error else ""
-    if trouble := pod.find_trouble():
+    if (trouble := pod.find_trouble()) and trouble.kind is not TroubleKind.RESTART:
         return end_sentence(f"Pod {pod.name}: {trouble.text}")
     return end_sentence(f"Pod {pod.name}: no node can take it: {pod.scheduler_message}") if pod.scheduler_message else ""

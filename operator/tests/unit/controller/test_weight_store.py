@@ -25,11 +25,29 @@ from sglang_rollout.controller.render.engines import engine_statefulsets
 from sglang_rollout.controller.render.hashing import revision
 from sglang_rollout.controller.render.store import store_objects
 from sglang_rollout.kube.resources import find_mounted_secrets
+from sglang_rollout.wire.reasons import GateReason, Refusal
 from sglang_rollout.wire.record import EngineRow, GroupRow, Record
-from sglang_rollout.wire.states import EngineState
-from tests.unit.controller.support.worlds import NOW, SETTINGS, V1, V2, Object, condition, cr, pod, ready, record, row, status_of, world
+from sglang_rollout.wire.states import BASE, EngineState, Version
+from tests.unit.controller.support.worlds import (
+    NOW,
+    SETTINGS,
+    V1,
+    V2,
+    Object,
+    condition,
+    cr,
+    opening,
+    pod,
+    ready,
+    record,
+    row,
+    status_of,
+    under_way,
+    world,
+)
 
 STAGING: Object = {"sizeLimit": "20Gi"}
+LATER = "2027-01-01T00:00:00Z"
 GIB = 1024
 """Mebibytes of a gibibyte, the unit of the rendered sizes."""
 
@@ -260,6 +278,55 @@ def test_engines_made_for_another_transport_do_not_wait_for_one_another() -> Non
 
 
 # --- status ------------------------------------------------------------------------------------------------------------
+
+
+def loaded(index: int, version: Version) -> EngineRow:
+    """Return the row of an engine that has loaded a version of the open update, and whose gate the coordinator has closed itself."""
+    return row(index, version, gate=False, closed=Refusal(GateReason.UPDATE_IN_PROGRESS, "A weight update is in progress."))
+
+
+@pytest.mark.parametrize(
+    ("rows", "committed"),
+    [
+        ((loaded(0, V2), row(1, V1)), V1),
+        ((opening(0, V2), row(1, V1)), V1),
+        ((loaded(0, V2), under_way(1)), V2),
+        ((opening(0, V2), under_way(1)), V2),
+    ],
+    ids=["canary", "canary asked", "activate", "activate asked"],
+)
+def test_engines_that_load_a_version_are_not_lost(rows: tuple[EngineRow, ...], committed: Version) -> None:
+    wanted = staged()
+    pods = [engine(0, wanted), engine(1, wanted), store_pod(wanted)]
+    before = build_status(fleet(pods, record(row(0, V1), row(1, V1), committed=V1), wanted), NOW)
+    updating = record(*rows, committed=committed).model_copy(update={"under_way": V2})
+    during = build_status(fleet(pods, updating, staged(status=before)), LATER)
+    assert during["engines"][0]["phase"] == "Updating"
+    assert condition(during, "Ready")["reason"] == "UpdatingWeights"
+    after = build_status(fleet(pods, record(row(0, V2), row(1, V2), committed=V2), staged(status=during)), LATER)
+    found = [*find_events(before, during), *find_events(during, after)]
+    assert {event.reason for event in found} == {"WeightsCommitted"}
+
+
+def test_an_engine_without_the_version_waits_for_a_copy_and_not_for_the_trainer() -> None:
+    wanted = staged()
+    pods = [engine(0, wanted), engine(1, wanted), store_pod(wanted)]
+    behind = in_group(row(0, V1), row(1, BASE, gate=False)).model_copy(update={"committed": V1})
+    message = "holds version base, the fleet serves step-1: it loads a staged copy, or takes the trainer's next weight update."
+    assert message in ready(fleet(pods, behind, wanted))[2]
+
+
+@pytest.mark.parametrize("restarts", [0, 1, 3])
+def test_a_store_that_ended_once_starts_again_without_help(restarts: int) -> None:
+    wanted = staged()
+    ended = {"name": "store", "image": "x", "restartCount": restarts, "state": {"terminated": {"exitCode": 1, "reason": "Error"}}}
+    store = store_pod(wanted, up=False, status={"containerStatuses": [ended]})
+    seen = fleet([engine(0, wanted), engine(1, wanted), store], record(row(0), row(1)), wanted)
+    message = ready(seen)[2]
+    assert "Pod demo-store-0: container store exited with code 1" in message
+    assert message.endswith("; it is starting again.")
+    assert ("restarted" in message) is (restarts > 0)
+    assert condition(status_of(seen), "Degraded")["status"] == "False"
 
 
 @pytest.mark.parametrize(
