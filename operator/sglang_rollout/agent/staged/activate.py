@@ -163,7 +163,8 @@ class Activator:
         elif error is not None:
             log.error("A defect in the %s.", task.get_name(), exc_info=error)
         else:
-            log.info("The %s has ended: %s.", task.get_name(), task.result().seconds)
+            spent = ", ".join(f"{step} {1000 * seconds:.0f} ms" for step, seconds in task.result().seconds.items())
+            log.info("The %s has ended: %s.", task.get_name(), spent)
 
     async def _run(self, request: ActivateRequest, *, is_own: bool) -> ActivateReply:
         agent, record = self._agent, self._agent.state.record
