@@ -259,7 +259,7 @@ class Agent:
         return self.running
 
     async def _perform(self, ended: ev.CallEnded, body: dict[str, Any], judge: Judge | None) -> Reply:
-        call = ended.call
+        call, is_gone = ended.call, False
         try:
             if call == ControlCall.RELEASE_MEMORY:
                 await self._pause_for_release()
@@ -275,9 +275,11 @@ class Agent:
                 reply = Reply.json(200, {"success": True, "message": f"The engine did not hold {ended.name}."})
             ended = replace(ended, ok=reply.ok)
         except EngineError as error:
-            reply = refusal_reply(503, f"{call}: {error}.")
+            reply, is_gone = refusal_reply(503, f"{call}: {error}."), isinstance(error, EngineGoneError)
         finally:
             self.dispatch(ended, durable=False)
+        if is_gone:
+            await self.observe()  # the coordinator asks next whether the engine is lost
         if call in (ControlCall.LOAD_ADAPTER, ControlCall.UNLOAD_ADAPTER):
             await self.gate.settle()  # callers rely on the gate's list of adapters once the call is answered
         seconds = time.monotonic() - self.running_since

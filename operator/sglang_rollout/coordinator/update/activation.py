@@ -27,6 +27,7 @@ from sglang_rollout.coordinator.update.staging import parents_in_tree, require_s
 from sglang_rollout.coordinator.update.steps import (
     Results,
     failures,
+    find_lost,
     reply,
     same_body,
     send,
@@ -181,17 +182,10 @@ async def _drop_failed(fleet: Fleet, update: Update, staged: StagedUpdate, resul
     failed = failures(results)
     if not failed:
         return
-    heard = await sync(fleet, failed)
-    lost = {name for name in failed if _is_lost(fleet, update, name, heard)}
+    lost = await find_lost(fleet, failed, update.boots)
     staged.lost |= lost
     for names, code in ((failed.keys() - lost, UpdateReason.ENGINE_FAILED), (lost, UpdateReason.ENGINE_LOST)):
         update.drop({name: f"{what}: {failed[name].message}" for name in failed if name in names}, code)
-
-
-def _is_lost(fleet: Fleet, update: Update, name: str, heard: Results) -> bool:
-    engine = fleet.engines.get(name)
-    answers = name in heard and heard[name].ok
-    return engine is None or not answers or not engine.member or engine.boot != update.boots.get(name)
 
 
 def has_enough(fleet: Fleet, update: Update, staged: StagedUpdate) -> bool:

@@ -139,6 +139,25 @@ async def sync(fleet: Fleet, only: Iterable[str] | None = None) -> Results:
     return await send(AGENT_SYNC, same_body(names, body), SYNC_DEADLINE_SECONDS, idempotent=True)
 
 
+async def find_lost(fleet: Fleet, failed: Iterable[str], boots: Mapping[str, str | None]) -> set[str]:
+    """Ask the agents of engines that failed a call, and return the engines that are gone, down, drained or restarted.
+
+    Args:
+        fleet: The fleet.
+        failed: The engines that failed.
+        boots: Boot ID of each engine before the call.
+    """
+    names = list(failed)
+    heard = await sync(fleet, names)
+
+    def is_lost(name: str) -> bool:
+        engine = fleet.engines.get(name)
+        answers = name in heard and heard[name].ok
+        return engine is None or not answers or not engine.member or engine.boot != boots.get(name)
+
+    return {name for name in names if is_lost(name)}
+
+
 async def resume(fleet: Fleet, names: Iterable[str], body: Body | None = None) -> Results:
     """Let engines generate again: continue clean engines, fence engines that are dirty or do not answer."""
     clean, dirty = _split_clean_and_dirty(fleet, names)

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from sglang_rollout.coordinator.update.commit import commit_open_update
+from sglang_rollout.coordinator.update.events import Result
 from sglang_rollout.coordinator.update.interruption import Cause, Interruption
 from sglang_rollout.coordinator.update.membership import refuse_asleep
 from sglang_rollout.coordinator.update.model import Fleet
@@ -21,7 +22,17 @@ from sglang_rollout.coordinator.update.phases import Update as OpenUpdate
 from sglang_rollout.coordinator.update.ranks import Group
 from sglang_rollout.coordinator.update.requests import Answer, Begin, Body, Claim, Continue, End, Flush, NewRun, Pause, SetLabel
 from sglang_rollout.coordinator.update.signatures import refuse_other_version, refuse_unsigned
-from sglang_rollout.coordinator.update.steps import GRACE_SECONDS, failures, results_by_engine, resume, same_body, send, send_and_mark_dirty
+from sglang_rollout.coordinator.update.steps import (
+    GRACE_SECONDS,
+    Results,
+    failures,
+    find_lost,
+    results_by_engine,
+    resume,
+    same_body,
+    send,
+    send_and_mark_dirty,
+)
 from sglang_rollout.coordinator.update.store import describe_peer
 from sglang_rollout.coordinator.update.verify import note_held_weights
 from sglang_rollout.coordinator.update.versions import newest
@@ -80,13 +91,14 @@ async def pause_for_update(fleet: Fleet, names: Collection[str]) -> Answer | Non
 
 
 async def _pause_engines(fleet: Fleet, running: Collection[str], names: Collection[str], body: Body) -> Answer | None:
-    """Pause the ``running`` engines. If one fails, resume all of ``names``."""
+    """Pause the ``running`` engines. If one fails, resume all of ``names``. With transport Staged, engines that are lost do not matter."""
     fleet.enter(Phase.PAUSE)
+    boots = {name: fleet.boot(name) for name in running}
     results = await send(ControlCall.PAUSE.path, same_body(running, body), fleet.policy.deadlines.pause_seconds)
     for name in running:
         if results[name].ok:
             fleet.engines[name].anticipate(fleet.next_seq(), paused=True)
-    failed = failures(results)
+    failed = await _find_failures(fleet, results, boots)
     if not failed:
         return None
     name, result = next(iter(failed.items()))
@@ -98,6 +110,19 @@ async def _pause_engines(fleet: Fleet, running: Collection[str], names: Collecti
     fleet.interruptions.end_pause()
     now = describe_state(fleet.applied_state) or "All engines generate again."
     return Answer(400, f"{reason.rstrip('.')}. {now}", {"engine": name, "phase": "pause", "engines": results_by_engine(results)})
+
+
+async def _find_failures(fleet: Fleet, results: Results, boots: Mapping[str, str | None]) -> dict[str, Result]:
+    """Return the calls that failed at engines that the update needs.
+
+    With transport Staged engines are in no process group, so the update continues without an engine that has ended or was restarted.
+    Its agent loads the committed version when it is back.
+    """
+    failed = failures(results)
+    if not failed or not fleet.is_staged:
+        return failed
+    lost = await find_lost(fleet, failed, boots)
+    return {name: result for name, result in failed.items() if name not in lost}
 
 
 async def continue_all(fleet: Fleet, ask: Continue) -> Answer:
@@ -209,8 +234,9 @@ async def flush(fleet: Fleet, ask: Flush, at: str | None = None) -> Answer:
     if not names:
         raise RefusedError("No engine of this fleet is up, so there is no cache to flush. Try again.", status=503)
     path = ControlCall.FLUSH_CACHE.path if ask.timeout is None else f"{ControlCall.FLUSH_CACHE.path}?timeout={ask.timeout:g}"
+    boots = {name: fleet.boot(name) for name in names}
     results = await send(path, same_body(names), fleet.policy.deadlines.pause_seconds + (ask.timeout or 0))
-    failed = failures(results)
+    failed = await _find_failures(fleet, results, boots)
     if failed:
         name, result = next(iter(failed.items()))
         return Answer(400, f"engine {name} did not flush its cache: {result.message}", {"engines": results_by_engine(results)})

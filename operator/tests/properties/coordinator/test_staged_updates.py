@@ -249,19 +249,6 @@ def test_a_refused_canary_is_left_behind_if_the_policy_allows() -> None:
     assert serves(world, "1/2")
 
 
-def test_an_engine_that_is_killed_does_not_fail_an_update_that_all_engines_must_hold() -> None:
-    world = StagedWorld(3)
-    world.push("1")
-    world.do(rq.Begin())
-    assert world.send_tensors("2").success
-    call = world.ask(rq.End())
-    run_to(world, AGENT_ACTIVATE)
-    world.agents["e0"].restart()
-    world.drain()
-    assert world.answers[call].success, world.answers[call].message
-    assert serves(world, "1/2")
-
-
 def test_checksums_of_the_trainer_that_do_not_fit_stop_at_the_canary() -> None:
     world = StagedWorld(3)
     world.push("1")
