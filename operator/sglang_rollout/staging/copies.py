@@ -13,7 +13,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import AsyncIterable
+from collections.abc import AsyncIterable, Awaitable, Callable
 from pathlib import Path
 
 from pydantic import Field, ValidationError
@@ -135,10 +135,24 @@ class Copy:
     async def receive_piece(self, shard: int, piece: int, digest: str, chunks: AsyncIterable[bytes]) -> bool:
         """Write a piece as its bytes arrive. Return False, without reading, if the piece is there already.
 
-        Two callers with the same piece take turns. Bytes that do not have the digest never count as arrived.
-
         Raises:
             StagedError: The bytes have another digest or length, the piece is there with another digest, or there is no space.
+        """
+        return await self.fill_piece(shard, piece, digest, lambda path, offset, size: write_chunks(path, offset, size, chunks))
+
+    async def fill_piece(self, shard: int, piece: int, digest: str, write: Callable[[Path, int, int], Awaitable[str]]) -> bool:
+        """Let ``write`` write a piece. Return False, without calling it, if the piece is there already.
+
+        Two callers with the same piece take turns. Bytes that do not have the digest never count as arrived.
+
+        Args:
+            shard: Number of the shard.
+            piece: Number of the piece.
+            digest: SHA-256 that the piece must have.
+            write: Writes all bytes, given the file, their offset and their number, and returns their SHA-256.
+
+        Raises:
+            StagedError: The bytes have another digest, the piece is there with another digest, or there is no space.
         """
         path, offset, size = self.piece_location(shard, piece)
         index = self.index
@@ -148,7 +162,7 @@ class Copy:
                 return self._add_piece(shard, piece, digest)
             self._touched[shard, piece] = size
             try:
-                found = await write_chunks(path, offset, size, chunks)
+                found = await write(path, offset, size)
             except StagedError:
                 self._check_open(index)  # the file may be gone for this reason
                 raise

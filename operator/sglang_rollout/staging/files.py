@@ -12,6 +12,7 @@ import os
 import secrets
 import shutil
 from collections.abc import AsyncIterable, Callable, Sequence
+from concurrent.futures import Executor
 from pathlib import Path
 from typing import TypeVar
 
@@ -52,12 +53,22 @@ class Writing:
             raise StagedError(f"{self._path} cannot be written: {error.strerror or error}.", StagedFault.NO_SPACE) from error
 
 
-async def finish_in_thread(function: Callable[[], _Result]) -> _Result:
-    """Run a short function in a thread. If the caller is cancelled, wait for the thread, so that it writes nothing afterwards."""
-    task = asyncio.ensure_future(asyncio.to_thread(function))
+async def finish_in_thread(
+    function: Callable[[], _Result], *, executor: Executor | None = None, on_cancel: Callable[[], None] | None = None
+) -> _Result:
+    """Run a function in a thread. If the caller is cancelled, wait for the thread, so that it writes nothing afterwards.
+
+    Args:
+        function: The function. It is short, or ``on_cancel`` ends it.
+        executor: Where it runs; None: in the event loop's threads.
+        on_cancel: Called when the caller is cancelled, before the wait.
+    """
+    task = asyncio.get_running_loop().run_in_executor(executor, function)
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
+        if on_cancel is not None:
+            on_cancel()
         while not task.done():
             try:
                 await asyncio.wait({task})

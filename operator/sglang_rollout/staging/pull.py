@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
+from pathlib import Path
 
 import aiohttp
 from pydantic import ValidationError
 
 from sglang_rollout.staging.copies import Copy
 from sglang_rollout.staging.index import Index, StagedError, StagedFault
+from sglang_rollout.staging.piece_reader import BrokenAnswerError, PieceReader, RefusedPieceError, Target
 from sglang_rollout.wire.ports import STAGED, TICKET_HEADER
 from sglang_rollout.wire.reasons import RefusalCode, end_sentence, quote_value
 from sglang_rollout.wire.staged import IndexEntry, IndexReply, Piece, StageRequest, VersionEnd
@@ -34,7 +36,6 @@ _READ_SECONDS = 15.0
 _FIRST_DELAY_SECONDS, _LAST_DELAY_SECONDS = 0.25, 5.0
 """Times between two rounds through the parents."""
 _MAX_REPLY_BYTES = 256 * 2**20
-_READ_BUFFER_BYTES = 2**20
 
 
 async def pull(session: aiohttp.ClientSession, request: StageRequest, copy: Copy) -> VersionEnd:
@@ -141,15 +142,20 @@ class _Pull:
 
     async def _copy_from(self, parent: str) -> VersionEnd:
         wanted: asyncio.Queue[Piece] = asyncio.Queue()
+        reader = PieceReader(
+            parent, self._headers(), parallel=PARALLEL_PIECES, connect_seconds=_CONNECT_SECONDS, read_seconds=_READ_SECONDS
+        )
         try:
             async with asyncio.TaskGroup() as group:
-                workers = [group.create_task(self._fetch_pieces(parent, wanted)) for _ in range(PARALLEL_PIECES)]
+                workers = [group.create_task(self._fetch_pieces(reader, wanted)) for _ in range(PARALLEL_PIECES)]
                 await self._follow(parent, wanted)
                 await wanted.join()
                 for worker in workers:
                     worker.cancel()
         except BaseExceptionGroup as errors:
             raise _first_error(errors) from errors
+        finally:
+            reader.close()
         return self._copy.seal(self._request.version)
 
     # The index
@@ -237,24 +243,23 @@ class _Pull:
 
     # The pieces
 
-    async def _fetch_pieces(self, parent: str, wanted: asyncio.Queue[Piece]) -> None:
+    async def _fetch_pieces(self, reader: PieceReader, wanted: asyncio.Queue[Piece]) -> None:
         while True:
-            await self._fetch_piece(parent, await wanted.get())
+            await self._fetch_piece(reader, await wanted.get())
             wanted.task_done()
 
-    async def _fetch_piece(self, parent: str, piece: Piece) -> None:
-        url = f"{parent}{STAGED}/{self._copy.update}/pieces/{piece.shard}/{piece.piece}"
-        limit = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS, sock_read=_READ_SECONDS)
+    async def _fetch_piece(self, reader: PieceReader, piece: Piece) -> None:
+        url = f"{STAGED}/{self._copy.update}/pieces/{piece.shard}/{piece.piece}"
+
+        def write(file: Path, offset: int, size: int) -> Awaitable[str]:
+            return reader.read(url, Target(file, offset, size))
+
         try:
-            async with self._session.get(
-                url, headers=self._headers(), timeout=limit, allow_redirects=False, read_bufsize=_READ_BUFFER_BYTES
-            ) as answer:
-                await _check_status(answer)
-                await self._copy.receive_piece(piece.shard, piece.piece, piece.digest, _chunks(answer.content))
-        except _AbsentError as error:
-            raise _ParentError(str(error)) from None
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise _ParentError(_describe_failure(error)) from error
+            await self._copy.fill_piece(piece.shard, piece.piece, piece.digest, write)
+        except RefusedPieceError as error:
+            raise _ParentError(_describe_refusal(url, error.status, error.code, str(error))) from None
+        except BrokenAnswerError as error:
+            raise _ParentError(str(error)) from error
         except StagedError as error:
             if error.fault is StagedFault.WRONG_BYTES:
                 raise _ParentError(str(error), is_wrong=True) from error
@@ -289,9 +294,16 @@ async def _check_status(answer: aiohttp.ClientResponse) -> None:
         code, message = str(body["code"]), str(body["message"])
     except (ValueError, TypeError, KeyError, aiohttp.ContentTypeError):
         pass  # not an answer of this project: status and reason describe it
-    if answer.status == 404 and code == RefusalCode.NOT_FOUND:
-        raise _AbsentError("it does not have the update")
-    raise _ParentError(f"it answered {answer.status} to GET {answer.url.path}: {quote_value(message)}")
+    described = _describe_refusal(answer.url.path, answer.status, code, message)
+    raise _AbsentError(described) if _is_absent(answer.status, code) else _ParentError(described)
+
+
+def _is_absent(status: int, code: str) -> bool:
+    return status == 404 and code == RefusalCode.NOT_FOUND
+
+
+def _describe_refusal(path: str, status: int, code: str, message: str) -> str:
+    return "it does not have the update" if _is_absent(status, code) else f"it answered {status} to GET {path}: {quote_value(message)}"
 
 
 def _describe_failure(error: Exception) -> str:

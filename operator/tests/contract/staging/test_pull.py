@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -120,6 +121,53 @@ async def test_a_cancelled_pull_continues_from_another_parent(pods: list[Pod], t
     assert await pull_into(copy, stage_request([store])) == end
     assert store.pieces_given == PIECES - 2
     assert read_data(copy) == data
+
+
+async def test_a_cancelled_pull_does_not_wait_for_a_silent_parent(
+    pods: list[Pod], tmp_path: Path, data: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pulling, "_READ_SECONDS", 10 * SECONDS)
+    copy, asked = open_copy(tmp_path), asyncio.Event()
+
+    async def stall(request: web.Request) -> web.StreamResponse:
+        answer = web.StreamResponse(headers={"Content-Length": str(PIECE)})
+        await answer.prepare(request)
+        await answer.write(b"x")
+        asked.set()
+        await asyncio.sleep(10 * SECONDS)
+        return answer
+
+    pods[0].hold(SHARDS, data)
+    pods[0].fault = on_pieces(stall)
+    task = asyncio.create_task(pull_into(copy, stage_request([pods[0]])))
+    async with asyncio.timeout(SECONDS):
+        await asked.wait()
+    task.cancel()
+    async with asyncio.timeout(SECONDS):
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    await until(lambda: not any(thread.name.startswith("pieces") for thread in threading.enumerate()))
+
+
+async def test_a_parent_that_has_closed_an_idle_connection_is_asked_again(
+    pods: list[Pod], tmp_path: Path, data: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parent closes each connection after its answer, and the piece comes over another one."""
+    end = pods[1].hold(SHARDS, data)
+    monkeypatch.setattr(pulling, "PARALLEL_PIECES", 1)
+
+    async def close_after(request: web.Request, handler: Handler) -> web.StreamResponse:
+        answer = await handler(request)
+        transport = request.transport
+        assert transport is not None
+        asyncio.get_running_loop().call_soon(transport.close)
+        return answer
+
+    pods[1].fault = close_after
+    copy = open_copy(tmp_path)
+    assert await pull_into(copy, stage_request([pods[1]])) == end
+    assert read_data(copy) == data
+    assert sum(path.endswith("/index") for path in pods[1].asked) == 1  # the parent was not given up in between
 
 
 # Parents that fail
@@ -338,7 +386,7 @@ async def test_a_full_volume_ends_the_pull_at_once(
     end = pods[1].hold(SHARDS, data)
     copy = open_copy(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(os, "pwritev", full)
+        patch.setattr(os, "pwrite", full)
         with pytest.raises(StagedError, match="cannot be written: No space left on device") as caught:
             await pull_into(copy, stage_request([pods[1]]))
     assert caught.value.fault is StagedFault.NO_SPACE

@@ -1,0 +1,206 @@
+"""Read pieces from one parent straight into their files, in threads.
+
+A thread receives into one buffer, hashes it and writes it, and holds the interpreter's lock in none of these calls. On an event loop the
+same bytes pass through many small buffers, which costs half as much processor time again and keeps one core busy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import socket
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from http.client import HTTPConnection, HTTPException, HTTPResponse
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from sglang_rollout.staging.files import Writing, finish_in_thread
+from sglang_rollout.staging.index import StagedError, StagedFault
+
+BUFFER_BYTES = 2**20
+"""Bytes that a thread receives, hashes and writes in one go."""
+_MAX_ERROR_BYTES = 2**16
+"""Bytes of a refusal that are read."""
+
+
+class RefusedPieceError(Exception):
+    """The parent has answered with another status than 200."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+
+
+class BrokenAnswerError(Exception):
+    """The connection or the answer broke off. ``str()`` says how, without the name of the parent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where the bytes of a piece belong."""
+
+    file: Path
+    offset: int
+    size: int
+
+
+class PieceReader:
+    """Connections to one parent. Close it after the last piece.
+
+    Args:
+        parent: URL of the parent's data port.
+        headers: Headers of each request.
+        parallel: Most pieces at a time.
+        connect_seconds: Timeout of a connection.
+        read_seconds: Time without a byte after which the answer has broken off.
+    """
+
+    def __init__(self, parent: str, headers: Mapping[str, str], *, parallel: int, connect_seconds: float, read_seconds: float) -> None:
+        parts = urlsplit(parent)
+        self._host, self._port = parts.hostname or "", parts.port or 80
+        self._headers = dict(headers)
+        self._connect_seconds = connect_seconds
+        self._read_seconds = read_seconds
+        self._idle: list[HTTPConnection] = []
+        self._threads = ThreadPoolExecutor(parallel, thread_name_prefix="pieces")
+
+    async def read(self, path: str, target: Target) -> str:
+        """Write the bytes of an answer to their file, and return their SHA-256. A cancelled call has ended its thread when it raises.
+
+        Raises:
+            RefusedPieceError: The parent refuses.
+            BrokenAnswerError: The parent cannot be reached, or the answer breaks off.
+            StagedError: The answer has another number of bytes, or the file cannot be written.
+        """
+        while True:
+            is_used = bool(self._idle)
+            connection = self._idle.pop() if is_used else await self._connect()
+            try:
+                found = await finish_in_thread(
+                    lambda connection=connection: self._read(connection, path, target),  # type: ignore[misc]
+                    executor=self._threads,
+                    on_cancel=lambda connection=connection: _shut_down(connection),  # type: ignore[misc]
+                )
+            except _UnansweredError as error:
+                connection.close()
+                if not is_used:  # the parent closes a connection that was idle for long; another one is tried then
+                    raise BrokenAnswerError(str(error)) from None
+            except BaseException:
+                connection.close()
+                raise
+            else:
+                self._idle.append(connection)
+                return found
+
+    def close(self) -> None:
+        """Close all connections. No call may be in progress."""
+        for connection in self._idle:
+            connection.close()
+        self._threads.shutdown(wait=False)
+
+    async def _connect(self) -> HTTPConnection:
+        """Return a new connection. The event loop opens it, because a thread could not be interrupted meanwhile."""
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self._connect_seconds):
+                for family, kind, protocol, _, address in await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM):
+                    connected = socket.socket(family, kind, protocol)
+                    try:
+                        connected.setblocking(False)
+                        await loop.sock_connect(connected, address)
+                        break
+                    except OSError as error:
+                        connected.close()
+                        problem = error
+                    except BaseException:
+                        connected.close()
+                        raise
+                else:
+                    raise problem
+        except TimeoutError:
+            raise BrokenAnswerError("it cannot be reached (no answer)") from None
+        except OSError as error:
+            raise BrokenAnswerError(f"it cannot be reached ({error.strerror or error})") from error
+        connected.settimeout(self._read_seconds)
+        connection = HTTPConnection(self._host, self._port, timeout=self._read_seconds)
+        connection.sock = connected
+        return connection
+
+    def _read(self, connection: HTTPConnection, path: str, target: Target) -> str:
+        """Send a request and read its answer. Runs in a thread."""
+        try:
+            connection.request("GET", path, headers=self._headers)
+            answer = connection.getresponse()
+        except TimeoutError:
+            raise BrokenAnswerError("it has stopped sending") from None
+        except (OSError, HTTPException) as error:
+            raise _UnansweredError(f"the answer broke off ({type(error).__name__}: {error})") from error
+        try:
+            if answer.status != 200:
+                raise _refusal(answer)
+            return _receive(answer, target)
+        except TimeoutError:
+            raise BrokenAnswerError("it has stopped sending") from None
+        except (OSError, HTTPException) as error:
+            raise BrokenAnswerError(f"the answer broke off ({type(error).__name__}: {error})") from error
+
+
+class _UnansweredError(Exception):
+    """The connection broke off before the first byte of an answer."""
+
+
+def _shut_down(connection: HTTPConnection) -> None:
+    """End the thread that uses a connection: its next call fails."""
+    used = connection.sock
+    if used is not None:
+        with suppress(OSError):  # the parent has closed it
+            used.shutdown(socket.SHUT_RDWR)
+
+
+def _receive(answer: HTTPResponse, target: Target) -> str:
+    """Write an answer to its file, and return the SHA-256."""
+    if answer.length not in (None, target.size):
+        raise _wrong_size(target.size, str(answer.length))
+    buffer, hashed, received = memoryview(bytearray(min(BUFFER_BYTES, max(1, target.size)))), hashlib.sha256(), 0
+    with Writing(target.file):
+        file = target.file.open("r+b", buffering=0)
+    with file:
+        while received < target.size:
+            count = answer.readinto(buffer[: target.size - received])
+            if not count:
+                if answer.length is None:
+                    raise _wrong_size(target.size, str(received))
+                raise ConnectionResetError(f"{received} of {target.size} bytes have arrived")
+            part = buffer[:count]
+            hashed.update(part)
+            _write(file.fileno(), part, target, received)
+            received += count
+    if answer.readinto(buffer[:1]):
+        raise _wrong_size(target.size, "more")
+    return hashed.hexdigest()
+
+
+def _write(descriptor: int, part: memoryview, target: Target, position: int) -> None:
+    with Writing(target.file):
+        while part:
+            count = os.pwrite(descriptor, part, target.offset + position)
+            part, position = part[count:], position + count
+
+
+def _wrong_size(size: int, found: str) -> StagedError:
+    return StagedError(f"A piece of {size} bytes arrived with {found} bytes.", StagedFault.WRONG_BYTES)
+
+
+def _refusal(answer: HTTPResponse) -> RefusedPieceError:
+    """Return the error for an answer with another status than 200; without a code if it is not of this project."""
+    code, message, text = "", answer.reason, answer.read(_MAX_ERROR_BYTES)
+    with suppress(ValueError, TypeError, KeyError):
+        body = json.loads(text)
+        code, message = str(body["code"]), str(body["message"])
+    return RefusedPieceError(answer.status, code, message)
