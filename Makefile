@@ -103,7 +103,7 @@ fuzz: venv engine-venv ## Hostile requests against a real SGLang engine (SEED=1 
 	@$(BIN)/python -m e2e.fuzz --seed $(SEED) --minutes $(MINUTES) --kind $(KIND)
 
 bench: venv engine-venv ## Benchmarks against a baseline of the same run; results: bench/results
-	@for b in reconcile plans push catchup endurance inflight latency batches callers floods memory; do $(BIN)/python -m bench.$$b; done
+	@for b in reconcile plans push staged catchup endurance inflight latency batches callers floods memory; do $(BIN)/python -m bench.$$b; done
 
 # --- documentation ------------------------------------------------------------------------------------------------------
 $(DOCS_VENV)/.done: requirements/docs.lock

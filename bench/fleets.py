@@ -20,6 +20,8 @@ from e2e.child import start_child
 from e2e.cluster.paths import REPOSITORY
 from e2e.engine import environment, start_engine
 
+from sglang_rollout.staging.payload import LOADER, install_loader
+
 START_SECONDS = 120.0
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 """Folder of the agents' records: in memory, as in a pod."""
@@ -31,8 +33,12 @@ PARTS = {
     "front": "front.cfg",
     "smg": "smg::router",
     "batches": "sglang_rollout.cli batches ",
+    "store": "sglang_rollout.cli store ",
+    "receiver of the store": "sglang_rollout.store.receiver",
 }
 """A part of each part's command line."""
+LOADER_ARGS = ("--custom-weight-loader", LOADER)
+"""Arguments of engines and stand-ins whose fleet has transport Staged."""
 ENGINE_PARTS = {"engine server": "sglang.launch_server", "engine scheduler": "sglang::scheduler"}
 """The same for SGLang's processes. Its detokenizer does nothing in a push."""
 
@@ -44,6 +50,8 @@ class LocalFleet:
     url: str
     engines: list[str]
     roots: list[int] = field(default_factory=list)
+    state: Path = field(default_factory=Path)
+    """State folder of ``sglang-rollout local``, with the logs of its processes."""
 
     def parts(self) -> dict[str, list[int]]:
         """Return the process IDs of the fleet's parts, by name."""
@@ -68,12 +76,19 @@ def real_engines(
 
 
 @contextmanager
-def stand_ins(number: int, *, model: Path | None = None, token_ms: float = 0.0) -> Iterator[list[str]]:
+def loader_path() -> Iterator[str]:
+    """Install the loader of staged versions, and yield the ``PYTHONPATH`` with which real engines find it."""
+    with TemporaryDirectory(prefix="rollout-loader-") as folder:
+        yield os.pathsep.join([str(install_loader(Path(folder))), environment.environment_variables()["PYTHONPATH"]])
+
+
+@contextmanager
+def stand_ins(number: int, *, model: Path | None = None, token_ms: float = 0.0, args: Sequence[str] = ()) -> Iterator[list[str]]:
     """Run stand-in engines in one process, and yield their URLs."""
     first = free_port(first=27200, row=number)
     options = ["--port", str(first), "--engines", str(number), "--token-ms", str(token_ms)]
     options += ["--model", str(model)] if model is not None else []
-    with ended(engine_python("sglang_rollout.testing", *options)):
+    with ended(engine_python("sglang_rollout.testing", *options, *args)):
         urls = [f"http://127.0.0.1:{first + index}" for index in range(number)]
         for url in urls:
             until(f"{url} answers", lambda url=url: bool(get(f"{url}/server_info")))
@@ -81,20 +96,29 @@ def stand_ins(number: int, *, model: Path | None = None, token_ms: float = 0.0) 
 
 
 @contextmanager
-def local_fleet(urls: list[str], *, weights: Mapping[str, Any] | None = None, fresh: bool = True) -> Iterator[LocalFleet]:
+def local_fleet(
+    urls: list[str], *, weights: Mapping[str, Any] | None = None, fresh: bool = True, size_limit: str | None = None
+) -> Iterator[LocalFleet]:
     """Run ``sglang-rollout local`` over running engines. All engines serve when the block begins.
 
-    Without ``fresh``, the engines hold weights of another fleet. They then take a push when the block begins, and serve after it.
+    Args:
+        urls: The engines.
+        weights: ``spec.weights``.
+        fresh: False: the engines hold weights of another fleet. They then take a push when the block begins, and serve after it.
+        size_limit: ``weights.staging.sizeLimit``, for a fleet with transport Staged, whose engines were started with ``LOADER_ARGS``.
     """
     with TemporaryDirectory(prefix="rollout-bench-", dir=MEMORY) as name:
         folder, address = Path(name), f"127.0.0.1:{free_port()}"
         wanted = [part for url in urls for part in ("--engine", url)]
         command = [sys.executable, "-m", "sglang_rollout.cli", "local", *wanted, "--listen", address, "--backend", "gloo"]
         command += ["--state-dir", str(folder / "state"), "--weights", json.dumps(dict(weights or {}))]
+        if size_limit is not None:
+            python = str(environment.python(make=False))
+            command += ["--transport", "Staged", "--staging-size-limit", size_limit, "--store-python", python]
         with (folder / "local.log").open("wb") as log:
             process = start_child(command, stdout=log, stderr=log)
         with ended(process):
-            fleet = LocalFleet(f"http://{address}", urls, [process.pid])
+            fleet = LocalFleet(f"http://{address}", urls, [process.pid], folder / "state")
             if fresh:
                 until_serving(fleet)
             else:
