@@ -80,33 +80,49 @@ class Drawing:
 
 ROW = (Phase.IDLE, Phase.PAUSE, Phase.OPEN, Phase.TRANSFER, Phase.VERIFY, Phase.COMMIT, Phase.RESUME)
 """Phases in the order of an update. PREPARE is only reported."""
+STAGED_ROW = (Phase.IDLE, Phase.PAUSE, Phase.OPEN, Phase.STAGE, Phase.CANARY, Phase.ACTIVATE, Phase.COMMIT, Phase.RESUME)
+"""Phases in the order of an update with transport Staged."""
 
 
 def phases() -> Drawing:
+    """Draw the phases of an update with transport Distributed."""
+    return _draw_phases(ROW, "Phases of a weight update and their transitions")
+
+
+def staged_phases() -> Drawing:
+    """Draw the phases of an update with transport Staged."""
+    return _draw_phases(STAGED_ROW, "Phases of a weight update with transport Staged, and their transitions")
+
+
+def _draw_phases(row: Sequence[Phase], title: str) -> Drawing:
     """Draw the transitions of the coordinator's table: forward above the row, back below it."""
-    picture = Drawing(940, 400, "Phases of a weight update and their transitions")
-    step, width, top = 130, 92, 150
-    left = {phase: 32 + step * number for number, phase in enumerate(ROW)}
-    arcs = [(before, after) for before in ROW for after in ROW if after in TRANSITIONS[before]]
+    # A staged update cannot fail any more once it is activated.
+    ends = {Phase.RESUME, Phase.COMMIT} if Phase.ACTIVATE in row else {Phase.RESUME}
+    width, gap, top = 92, 38 if len(row) < 8 else 24, 26 * len(row) - 16
+    step = width + gap
+    picture = Drawing(30 + step * len(row), top + 102 + 33 * (len(row) - 1), title)
+    left = {phase: 32 + step * number for number, phase in enumerate(row)}
+    arcs = [(before, after) for before in row for after in row if after in TRANSITIONS[before]]
     for before, after in arcs:
-        distance = ROW.index(after) - ROW.index(before)
+        distance = row.index(after) - row.index(before)
         if distance == 1:
             picture.path(f"M{left[before] + width} {top + 20}H{left[after] - 2}", "")
         elif distance > 1:
             x, y = left[before] + width * 0.62, left[after] + width * 0.38
-            picture.path(f"M{x:g} {top}C{x + 30:g} {top - 26 * distance:g} {y - 30:g} {top - 26 * distance:g} {y:g} {top - 2}", "soft")
+            depth = top - 26 * distance
+            picture.path(f"M{x:g} {top}C{x + 30:g} {depth:g} {y - 30:g} {depth:g} {y:g} {top - 2}", "soft")
         else:
             x, y = left[before] + width * 0.38, left[after] + width * (0.75 + 0.04 * distance)
-            kind, head = ("bad", "badhead") if after is Phase.IDLE and before is not Phase.RESUME else ("soft", "head")
+            kind, head = ("bad", "badhead") if after is Phase.IDLE and before not in ends else ("soft", "head")
             depth = top + 40 - 44 * distance
             picture.path(f"M{x:g} {top + 40}C{x - 30:g} {depth:g} {y + 30:g} {depth:g} {y:g} {top + 42}", kind, head)
-    for phase in ROW:
+    for phase in row:
         kind = "open" if phase is Phase.IDLE else "box"
         picture.box(left[phase], top, width, 40, [phase.value], kind=kind)
-    picture.text(470, 24, "Forward: the steps of an update, and shorter ways", "small")
-    picture.text(
-        470, 384, "Back to idle: the update failed, was abandoned, or has ended. Other ways back: more calls of the same update", "small"
-    )
+    middle = picture.width / 2
+    picture.text(middle, 24, "Forward: the steps of an update, and shorter ways", "small")
+    back = "Back to idle: the update failed, was abandoned, or has ended. Other ways back: more calls of the same update"
+    picture.text(middle, picture.height - 16, back, "small")
     return picture
 
 
@@ -213,7 +229,7 @@ def architecture() -> Drawing:
     picture.path("M490 396C560 424 640 424 708 396")
     picture.path("M708 360H672")
     picture.path("M330 48H260V456H600V408", "data", "datahead", dashed=True)
-    picture.text(270, 474, "tensors, in a process group with the trainer", "small", "start")
+    picture.text(270, 474, "transport Distributed: tensors, in a process group with the trainer", "small", "start")
     picture.text(868, 92, "blue: requests for tokens, and tensors", "small", "end")
     return picture
 
@@ -243,10 +259,139 @@ def update_times() -> Drawing:
     return picture
 
 
+def transports() -> Drawing:
+    """Draw the path of a version with transport Distributed and with transport Staged, side by side."""
+    picture = Drawing(940, 440, "The path of a version with transport Distributed and with transport Staged")
+    picture.path("M400 20V424", "lane", "")
+    _draw_distributed(picture)
+    _draw_staged(picture)
+    return picture
+
+
+def _draw_distributed(picture: Drawing) -> None:
+    picture.text(200, 34, "transport Distributed", "strong")
+    picture.box(110, 50, 180, 48, ["trainer", "rank 0 of the process group"])
+    for number in range(3):
+        x = 22 + 124 * number
+        picture.parts.append(f'<rect class="soft line" x="{x}" y="272" width="110" height="108" rx="8"/>')
+        picture.text(x + 55, 372, "engine pod", "small")
+        picture.box(x + 10, 284, 90, 56, ["engine", f"rank {number + 1}"])
+        picture.path(f"M200 98C200 200 {x + 55} 180 {x + 55} 282", "data", "datahead")
+    picture.text(186, 136, "one broadcast to all engines", "small", "end")
+    picture.text(200, 412, "The engines are paused while the tensors arrive.", "small")
+
+
+def _draw_staged(picture: Drawing) -> None:
+    picture.text(670, 34, "transport Staged", "strong")
+    picture.box(580, 50, 180, 48, ["trainer", "sends to one receiver"])
+    picture.box(580, 150, 180, 48, ["weight store", "versions n and n+1"])
+    picture.path("M670 98V148", "data", "datahead")
+    picture.text(682, 128, "1. send: HTTP, or a process group of two", "small", "start")
+    for number in range(3):
+        x = 424 + 170 * number
+        picture.parts.append(f'<rect class="soft line" x="{x}" y="252" width="152" height="142" rx="8"/>')
+        picture.box(x + 8, 262, 136, 40, ["copies n and n+1"])
+        picture.box(x + 8, 334, 136, 36, ["engine"])
+        picture.path(f"M{x + 76} 302V332", "data", "datahead")
+        picture.text(x + 84, 322, "3. load", "small", "start")
+        picture.text(x + 76, 387, "engine pod", "small")
+    picture.path("M620 198C620 232 500 222 500 260", "data", "datahead")
+    picture.path("M670 198V260", "data", "datahead")
+    picture.path("M738 292H770", "data", "datahead")
+    picture.text(682, 228, "2. copy, also from pod to pod", "small", "start")
+    picture.text(670, 420, "The engines generate in 1 and 2, and are paused in 3.", "small")
+
+
+@dataclass(frozen=True)
+class Span:
+    """A stretch of a time line: class of its rectangle, start and end in pixels, and its text."""
+
+    kind: str
+    start: int
+    end: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Push:
+    """One push on a time line. Positions are pixels, and their distances mean nothing."""
+
+    title: str
+    lanes: tuple[tuple[str, tuple[Span, ...]], ...]
+    phases: tuple[tuple[str, int], ...]
+    """Each phase, and where it begins."""
+    committed: int
+    """Where the record names the version."""
+    answered: int
+    """Where the trainer receives the answer to the call that commits."""
+
+
+PUSHES = (
+    Push(
+        "transport Distributed",
+        (
+            ("trainer", (Span("closed", 150, 780, "blocked"),)),
+            (
+                "every engine",
+                (Span("open", 150, 200, ""), Span("closed", 200, 740, "paused"), Span("open", 740, 920, "generates: version n+1")),
+            ),
+        ),
+        (("pause", 200), ("open", 260), ("transfer", 320), ("verify", 560), ("commit", 620), ("resume", 700)),
+        660,
+        780,
+    ),
+    Push(
+        "transport Staged",
+        (
+            ("trainer", (Span("closed", 150, 420, "blocked"), Span("box", 420, 840, 'free with wait="staged"'))),
+            (
+                "first engine",
+                (Span("open", 150, 500, "generates: version n"), Span("closed", 500, 800, "paused"), Span("open", 800, 920, "version n+1")),
+            ),
+            (
+                "other engines",
+                (Span("open", 150, 600, "generate: version n"), Span("closed", 600, 800, "paused"), Span("open", 800, 920, "version n+1")),
+            ),
+        ),
+        (("stage", 150), ("canary", 500), ("activate", 600), ("commit", 700), ("resume", 760)),
+        600,
+        840,
+    ),
+)
+"""One push with each transport, by a trainer that pauses nothing by itself."""
+
+
+def push_times() -> Drawing:
+    """Draw one push with each transport as a time line."""
+    picture = Drawing(940, 342, "When the trainer is blocked and when engines are paused, with transport Distributed and with Staged")
+    top = 8
+    for push in PUSHES:
+        picture.text(20, top + 20, push.title, "strong", "start")
+        first, bottom = top + 32, top + 32 + 34 * len(push.lanes)
+        for name, start in push.phases:
+            picture.path(f"M{start} {first - 4}V{bottom + 16}", "lane", "")
+            picture.text(start + 4, bottom + 14, name, "small", "start")
+        for number, (lane, spans) in enumerate(push.lanes):
+            y = first + 34 * number
+            picture.text(140, y + 17, lane, "small", "end")
+            for span in spans:
+                picture.parts.append(f'<rect class="{span.kind}" x="{span.start}" y="{y}" width="{span.end - span.start}" height="26"/>')
+                picture.text(span.start + 8, y + 17, span.text, "small", "start")
+        for name, at in (("committed", push.committed), ("answer", push.answered)):
+            picture.path(f"M{at} {first - 8}V{bottom if name == 'committed' else first + 26}", "data", "")
+            picture.text(at, first - 12, name, "small")
+        top = bottom + 36
+    picture.text(20, top + 10, "Lengths are not to scale. The trainer of this picture does not pause the engines itself.", "small", "start")
+    return picture
+
+
 DRAWINGS = {
     "architecture.svg": architecture,
     "gate.svg": gate,
+    "push-times.svg": push_times,
+    "transports.svg": transports,
     "update-phases.svg": phases,
+    "update-phases-staged.svg": staged_phases,
     "update-sequence.svg": update_sequence,
     "update-times.svg": update_times,
 }
