@@ -90,7 +90,7 @@ class PushFailed(FleetError):
 
     Engines that still hold the committed version continue to serve it. Engines that received a part of this push serve no
     requests until the next complete push. The remedy is nearly always to push again: the next push opens a new process
-    group.
+    group. ``advice`` has the exception: with transport Staged engines may fail after the commit, and then load the version later.
     """
 
     def __init__(self, *, phase: str, reason: str, engine: str | None = None, advice: str | None = None) -> None:

@@ -23,6 +23,7 @@ from sglang_rollout.trainer.calls import Deadline, Http, run_in_background
 from sglang_rollout.trainer.errors import NOTHING_SENT, FleetError, FleetRefused, PushFailed
 from sglang_rollout.trainer.ranks import Ranks, digest_bucket
 from sglang_rollout.trainer.tensors import Bucket, NoTensorError, Source, TensorSpec, full_tensor, plan_buckets
+from sglang_rollout.wire.record import UpdateReason
 from sglang_rollout.wire.signed import SignedVersion
 
 log = logging.getLogger(__name__)
@@ -32,6 +33,8 @@ DEFAULT_BUCKET_BYTES = 256 << 20
 UPDATE = ControlCall.UPDATE_DISTRIBUTED.path
 OTHER_SIDE_SECONDS = 5.0
 """How long to wait for the other side after one side of a bucket failed. The other side often has the clearer error."""
+ALREADY_COMMITTED = "Do not push this version again: it is committed, and the engines that lack it load it from their copies."
+"""Advice if engines failed after the commit (transport Staged)."""
 R = TypeVar("R")
 Checksums = Mapping[int, Sequence[str]]
 """SGLang's ``per_gpu_checksum`` of each rank, by the tensor parallel size of an engine."""
@@ -256,6 +259,7 @@ def push_failure(phase: str, error: BaseException, advice: str | None = None) ->
     if isinstance(error, PushFailed):
         return error
     if isinstance(error, FleetRefused):
+        advice = ALREADY_COMMITTED if error.fleet.get("reason") == UpdateReason.TOO_FEW_ENGINES else advice
         return PushFailed(phase=phase, reason=error.reason, engine=_blamed_engine(error.fleet), advice=advice)
     return PushFailed(phase=phase, reason=str(error), advice=advice)
 

@@ -12,7 +12,7 @@ import pytest
 
 from sglang_rollout.trainer import PushFailed, upload
 from sglang_rollout.trainer.calls import Http
-from sglang_rollout.trainer.push import PushOptions
+from sglang_rollout.trainer.push import ALREADY_COMMITTED, PushOptions
 from sglang_rollout.trainer.tensors import Source
 from sglang_rollout.trainer.upload import SENDING_THREADS, PieceCutter, PieceData, Upload, Wait, plan_shards
 from sglang_rollout.wire.ports import FLEET_UPDATES
@@ -179,6 +179,14 @@ def test_a_refused_commit_names_the_engine(willing: FakeFleet) -> None:
     with pytest.raises(PushFailed, match=r"phase 'end' on engine e0: engine e0 refused the weights"):
         run(willing)
     assert deletions(willing) == 1
+
+
+def test_a_version_that_too_few_engines_have_loaded_is_not_pushed_again(willing: FakeFleet) -> None:
+    fleet = {"reason": "TooFewEngines", "state": "committed", "fenced": {"e1": "was killed"}}
+    willing.replies[COMMIT] = (500, {"success": False, "message": "only 1 of 2 engines have loaded it", "fleet": fleet})
+    with pytest.raises(PushFailed, match="only 1 of 2 engines") as failure:
+        run(willing)
+    assert failure.value.advice == ALREADY_COMMITTED
 
 
 def test_a_push_names_fenced_engines(willing: FakeFleet) -> None:
