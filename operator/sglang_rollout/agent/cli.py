@@ -27,6 +27,7 @@ from sglang_rollout.agent.launch.head_pod import HeadPod
 from sglang_rollout.agent.launch.member_pod import MemberPod, member_app
 from sglang_rollout.agent.record import RecordFile
 from sglang_rollout.agent.signatures import PublicKeys, Signatures
+from sglang_rollout.agent.staged.member_service import StagedMember, run_staged_member
 from sglang_rollout.agent.staged.service import StagedService, run_staged_service
 from sglang_rollout.agent.update import Fence
 from sglang_rollout.agent.watchdog import HangWatch, SpecStateWatch, watch_drain
@@ -59,6 +60,10 @@ class Place:
     own: Address
     """This pod's gate, by its IP."""
     files: RunFiles
+
+    def data_address(self, data_listen: Endpoint | None) -> Address | None:
+        """Return where other pods copy staged versions from this pod; None without such a port."""
+        return Address(self.own.host, data_listen.port) if isinstance(data_listen, Address) else None
 
 
 @dataclass(frozen=True)
@@ -191,8 +196,8 @@ def command(
         _check_fleet_url(settings.fleet_url)
     if settings.public_keys is not None and not settings.rollout_uid:
         raise click.UsageError("--public-keys needs --rollout-uid: a signature is valid for one rollout only")
-    if settings.staging_volume is not None and (settings.verdicts_dir is None or settings.data_listen is None or place is not None):
-        raise click.UsageError("--staging-volume needs --verdicts-dir and --data-listen, and an engine of one pod")
+    if settings.staging_volume is not None and (settings.verdicts_dir is None or not isinstance(settings.data_listen, Address)):
+        raise click.UsageError("--staging-volume needs --verdicts-dir, and --data-listen with a TCP address")
     try:
         uvloop.run(run_member_pod(settings, place) if place is not None and place.rank else run(settings))
     except OSError as error:
@@ -238,7 +243,14 @@ async def run(settings: Settings) -> None:
             tensor_size=settings.tensor_size,
             signatures=_make_signatures(settings),
         )
-        staged = await stack.enter_async_context(_run_staged(settings, agent))
+        head_pod, is_other_pod_draining = None, _never
+        if place is not None:
+            barrier = StartBarrier(place.files)
+            head_pod = HeadPod(
+                agent, barrier, size=place.nodes, own=place.head, folder=settings.state_dir, credentials=settings.credentials
+            )
+            agent.explain_down, is_other_pod_draining = head_pod.explain_down, head_pod.is_other_pod_draining
+        staged = await stack.enter_async_context(_run_staged(settings, agent, head_pod))
         fence = Fence(agent, kill_file=files.kill if files else None)
         work = [
             _repeat(_INTERVAL, "polling the engine", agent.observe),
@@ -250,13 +262,9 @@ async def run(settings: Settings) -> None:
         ]
         if staged is not None:
             work.append(_repeat(_INTERVAL, "checking whether the pod's own copy is needed", staged.own_copy.watch))
-        head_pod, is_other_pod_draining = None, _never
-        if place is not None:
-            barrier = StartBarrier(place.files)
-            head_pod = HeadPod(
-                agent, barrier, size=place.nodes, own=place.head, folder=settings.state_dir, credentials=settings.credentials
-            )
-            agent.explain_down, is_other_pod_draining = head_pod.explain_down, head_pod.is_other_pod_draining
+        if staged is not None and staged.members is not None:
+            work.append(_repeat(_INTERVAL, "checking the copies of the engine's other pods", staged.members.watch))
+        if head_pod is not None:
             work.append(_repeat(_INTERVAL, "watching the pods of the engine", head_pod.watch))
             work.append(_repeat(_RESOLVE_INTERVAL, "questioning silent pods", head_pod.question_silent_pods))
         if files is not None:
@@ -277,12 +285,28 @@ async def run(settings: Settings) -> None:
         await _serve(app, settings.listen, work, f"Agent of {name} at {settings.listen}, engine {url}.")
 
 
-def _run_staged(settings: Settings, agent: Agent) -> AbstractAsyncContextManager[StagedService | None]:
+def _run_staged(settings: Settings, agent: Agent, head_pod: HeadPod | None) -> AbstractAsyncContextManager[StagedService | None]:
     """Return the context of transport Staged; it yields None if the fleet has another transport."""
-    volume, verdicts, state = settings.staging_volume, settings.verdicts_dir, settings.state_dir
+    volume, verdicts, place = settings.staging_volume, settings.verdicts_dir, settings.place
     if volume is None or verdicts is None:
         return nullcontext()
-    return run_staged_service(agent, volume=volume, verdicts=verdicts, state=state, pipeline_size=settings.pipeline_size)
+    return run_staged_service(
+        agent,
+        volume=volume,
+        verdicts=verdicts,
+        state=settings.state_dir,
+        pipeline_size=settings.pipeline_size,
+        head_pod=head_pod,
+        data_address=place.data_address(settings.data_listen) if place is not None else None,
+    )
+
+
+def _run_staged_member(settings: Settings) -> AbstractAsyncContextManager[StagedMember | None]:
+    """Return the context of transport Staged in a member pod; it yields None if the fleet has another transport."""
+    volume, verdicts = settings.staging_volume, settings.verdicts_dir
+    if volume is None or verdicts is None:
+        return nullcontext()
+    return run_staged_member(volume=volume, verdicts=verdicts, state=settings.state_dir)
 
 
 @asynccontextmanager
@@ -306,7 +330,7 @@ def _make_signatures(settings: Settings) -> Signatures | None:
 
 async def run_member_pod(settings: Settings, place: Place) -> None:
     """Run the agent of a member pod of an engine with several pods."""
-    async with Engine(settings.engine_url) as engine:
+    async with Engine(settings.engine_url) as engine, _run_staged_member(settings) as staged, AsyncExitStack() as stack:
         barrier = StartBarrier(place.files)
         member = MemberPod(engine, barrier, rank=place.rank, head=place.head, own=place.own, credentials=settings.credentials)
         work = [
@@ -314,7 +338,12 @@ async def run_member_pod(settings: Settings, place: Place) -> None:
             _repeat(_INTERVAL, "reporting to pod 0", member.report),
             _repeat(_RESOLVE_INTERVAL, "resolving the name of pod 0", member.resolve),
         ]
-        app = member_app(member, name=settings.name, credentials=settings.credentials, model_path=settings.model_path)
+        routes: list[web.RouteDef] = []
+        if staged is not None and settings.data_listen is not None:
+            member.list_copies, member.data_address = staged.list_copies, place.data_address(settings.data_listen)
+            routes = staged.routes(settings.credentials)
+            await stack.enter_async_context(_listen(staged.data_app(), settings.data_listen))
+        app = member_app(member, name=settings.name, credentials=settings.credentials, model_path=settings.model_path, more_routes=routes)
         start = f"Agent of {settings.name}, rank {place.rank} of {place.nodes}, at {settings.listen}; pod 0 is at {place.head}."
         await _serve(app, settings.listen, work, start)
 

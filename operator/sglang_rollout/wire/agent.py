@@ -228,6 +228,10 @@ class MemberReport(Message):
     """SGLang's part in this pod has finished loading."""
     draining: bool = False
     """The pod is about to stop."""
+    staged: list[StagedCopy] = Field(default_factory=list)
+    """Versions in the memory of the pod (transport Staged)."""
+    data_address: str = ""
+    """Where the pod gives its copies to other pods, as ``IP:port``; empty with another transport."""
 
 
 class MemberHealth(Message):

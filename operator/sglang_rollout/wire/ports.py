@@ -92,6 +92,11 @@ AGENT_FENCE = "/agent/fence"  # POST FenceRequest -> AgentStatus: give up an inc
 AGENT_STAGE = "/agent/stage"  # POST StageRequest -> AgentStatus: copy a version into the pod
 AGENT_ACTIVATE = "/agent/activate"  # POST ActivateRequest -> ActivateReply: load a copy into the engine
 
+# From the head pod of an engine to its member pods. AGENT_PREFLIGHT and AGENT_CHECKPOINT are sent to them as well.
+MEMBER_STAGE = "/agent/member/stage"  # POST StageRequest -> MemberStageReply: copy a version into the pod
+MEMBER_ATTEMPT = "/agent/member/attempt"  # POST AttemptRequest -> AttemptReply: prepare a load of a copy by the ranks of the pod
+MEMBER_VERDICTS = "/agent/member/verdicts"  # POST AttemptRequest -> AttemptReply: what these ranks have done
+
 # Paths of the weight store on STORE_PORT. All but the first need the store's credential; every answer is a StoreStatus.
 STORE_HEALTH = "/store/health"  # (open) GET 200: the store runs
 STORE_METRICS = "/store/metrics"  # (open) GET Prometheus text

@@ -11,6 +11,7 @@ from pydantic import Field
 
 from sglang_rollout.wire import Message
 from sglang_rollout.wire.agent import AckRequest
+from sglang_rollout.wire.reasons import Refusal
 from sglang_rollout.wire.states import StagedCopy as StagedCopy  # noqa: PLC0414 - statuses of agents have copies, too
 from sglang_rollout.wire.states import Version
 
@@ -119,6 +120,48 @@ class ActivateReply(Message):
     """False if the engine kept its prefix cache, because requests still run in a pause in place."""
     seconds: dict[str, float] = Field(default_factory=dict)
     """Seconds of each step: pause, load, verify, flush."""
+
+
+# --- head pod -> member pods of the same engine -----------------------------------------------------------------------------
+
+
+class MemberStageReply(Message):
+    """Answer of a member pod to a StageRequest."""
+
+    refusal: Refusal | None
+    """Why the pod cannot have the version; None if its copy is complete, or has begun."""
+    copies: list[StagedCopy] = Field(default_factory=list)
+    """Versions in the memory of the pod."""
+
+
+class AttemptRequest(Message):
+    """Prepare a load of a version by the ranks of this pod, or return their verdicts on it."""
+
+    attempt: str = Field(pattern=UPDATE_PATTERN)
+    """Identifies the attempt to load the version."""
+    update: str = Field(default="", pattern=f"^$|{UPDATE_PATTERN}")
+    """To prepare a load: the update whose complete copy the pod must have."""
+    digest: str = ""
+    """Digest of the copy."""
+    ranks: int = Field(default=1, ge=1)
+    """Ranks of the engine in this pod."""
+
+
+class RankVerdict(Message):
+    """What one rank says about its load."""
+
+    ok: bool
+    wrote: bool
+    message: str = ""
+
+
+class AttemptReply(Message):
+    """Answer of a member pod to an AttemptRequest."""
+
+    refusal: Refusal | None
+    """Why the ranks of this pod cannot load the version, or why their verdicts are not known."""
+    verdicts: list[RankVerdict] = Field(default_factory=list)
+    """One for each rank that has written its verdict."""
 
 
 # --- coordinator -> store ---------------------------------------------------------------------------------------------------

@@ -33,12 +33,15 @@ from sglang_rollout.wire.agent import (
     Verdict,
 )
 from sglang_rollout.wire.reasons import Refusal, RefusalCode
+from sglang_rollout.wire.staged import AttemptReply, AttemptRequest, MemberStageReply, StagedCopy, StageRequest
+from sglang_rollout.wire.states import StagedVersion
 
 log = logging.getLogger(__name__)
 
-_Request = PreflightRequest | CheckpointRequest
-_Reply = TypeVar("_Reply", PreflightReply, CheckpointReply)
+_Request = PreflightRequest | CheckpointRequest | StageRequest | AttemptRequest
+_Reply = TypeVar("_Reply", PreflightReply, CheckpointReply, MemberStageReply, AttemptReply)
 _HEALTH_SECONDS = 3.0
+_CONNECT_SECONDS = 5.0
 _MARGIN_SECONDS = 2.0
 """Time that a member pod's answer may take beyond its deadline."""
 
@@ -56,12 +59,30 @@ class HeadPod:
         if problem:
             log.warning("%s: all pods of the engine restart.", problem)
         self.ranks = Ranks(agent.name, size, record)
+        self._reports: dict[int, MemberReport] = {}
 
     def report(self, report: MemberReport) -> GroupReply:
         """Record a member's report and return its verdict."""
+        self._reports[report.rank] = report
         member = Member(report.boot_id, time.monotonic(), report.address, started=report.released, up=report.up, draining=report.draining)
         verdict = self._decide(report.rank, member)
         return GroupReply(verdict=verdict, message=self._reason(), drained=self._barrier.files.drained.exists())
+
+    def recent_report(self, rank: int) -> MemberReport | None:
+        """Return the last report of a member pod; None if its agent is silent."""
+        member = self.ranks.members.get(rank)
+        is_silent = member is None or time.monotonic() - member.reported_at >= rank_lifecycle.SILENT_AFTER_SECONDS
+        return None if is_silent else self._reports.get(rank)
+
+    @property
+    def committed_copy(self) -> StagedVersion | None:
+        """Contents of the committed version; None with another transport, or if the coordinator has not named them."""
+        return self._agent.state.record.staged
+
+    def note_copies(self, rank: int, copies: list[StagedCopy]) -> None:
+        """Record which versions a member pod holds before its next report."""
+        if rank in self._reports:
+            self._reports[rank] = self._reports[rank].model_copy(update={"staged": copies})
 
     async def watch(self) -> None:
         """Check this pod and the silent members once."""
@@ -97,10 +118,11 @@ class HeadPod:
 
     async def preflight(self, request: PreflightRequest) -> PreflightReply:
         """Check that every pod of the engine reaches the trainer; the refusal names a pod that does not."""
-        own, others = await asyncio.gather(preflight(request), self._ask_members(ports.AGENT_PREFLIGHT, request, PreflightReply))
+        asked = self.ask_members(ports.AGENT_PREFLIGHT, request, PreflightReply, request.deadline)
+        own, others = await asyncio.gather(preflight(request), asked)
         for rank, reply in {0: own, **others}.items():
             if reply.refusal is not None:
-                return PreflightReply(refusal=self._name_pod(rank, reply.refusal))
+                return PreflightReply(refusal=self.name_pod(rank, reply.refusal))
         return PreflightReply(refusal=None)
 
     async def checkpoint(self, request: CheckpointRequest, own: CheckpointReply) -> CheckpointReply:
@@ -109,26 +131,35 @@ class HeadPod:
             return own
         # Only the head pod finds and holds a snapshot; the members check its folder.
         folder = request.model_copy(update={"path": own.path or request.path, "snapshot": None})
-        for rank, reply in (await self._ask_members(ports.AGENT_CHECKPOINT, folder, CheckpointReply)).items():
+        replies = await self.ask_members(ports.AGENT_CHECKPOINT, folder, CheckpointReply, folder.deadline)
+        for rank, reply in replies.items():
             if reply.refusal is not None:
-                return CheckpointReply(refusal=self._name_pod(rank, reply.refusal))
+                return CheckpointReply(refusal=self.name_pod(rank, reply.refusal))
             if reply.digest != own.digest:
                 difference = f"{folder.path} differs between pod {self.ranks.pod(rank)} and pod {self.ranks.pod(0)}."
                 return CheckpointReply(refusal=Refusal(RefusalCode.INVALID_REQUEST, difference))
         return own
 
-    def _name_pod(self, rank: int, refusal: Refusal) -> Refusal:
+    def name_pod(self, rank: int, refusal: Refusal) -> Refusal:
+        """Return the refusal of a pod with the name of the pod in its message."""
         return Refusal(refusal.code, f"from pod {self.ranks.pod(rank)}: {refusal.message}")
 
-    async def _ask_members(self, path: str, request: _Request, reply: type[_Reply]) -> dict[int, _Reply]:
-        """Send a request to every member pod and return the replies by rank."""
+    async def ask_members(self, path: str, request: _Request, reply: type[_Reply], seconds: float) -> dict[int, _Reply]:
+        """Send a request to every member pod that has reported, and return the replies by rank.
+
+        Args:
+            path: Path of the call.
+            request: The message.
+            reply: Type of the replies. A pod that does not answer gets a reply with a refusal.
+            seconds: Time for the answers, without the time that the network takes.
+        """
         addresses = {rank: member.address for rank, member in self.ranks.members.items() if rank}
-        replies = await asyncio.gather(*(self._ask(address, path, request, reply) for address in addresses.values()))
+        replies = await asyncio.gather(*(self._ask(address, path, request, reply, seconds) for address in addresses.values()))
         return dict(zip(addresses, replies, strict=True))
 
-    async def _ask(self, address: str, path: str, request: _Request, reply: type[_Reply]) -> _Reply:
+    async def _ask(self, address: str, path: str, request: _Request, reply: type[_Reply], seconds: float) -> _Reply:
         url = Address.parse(address).url + path
-        limit = aiohttp.ClientTimeout(total=request.deadline + _MARGIN_SECONDS)
+        limit = aiohttp.ClientTimeout(total=seconds + _MARGIN_SECONDS, sock_connect=_CONNECT_SECONDS)
         try:
             async with (
                 aiohttp.ClientSession(timeout=limit, headers=self._credentials.header) as http,

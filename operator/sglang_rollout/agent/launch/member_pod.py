@@ -11,6 +11,7 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Callable, Sequence
 
 import aiohttp
 from aiohttp import web
@@ -29,6 +30,7 @@ from sglang_rollout.proxy.address import Address
 from sglang_rollout.sglang.client import EngineClient, EngineError
 from sglang_rollout.wire import ports
 from sglang_rollout.wire.agent import CheckpointRequest, GroupReply, MemberHealth, MemberReport, PreflightRequest, Verdict
+from sglang_rollout.wire.states import StagedCopy
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +61,10 @@ class MemberPod:
         self._unresolved = ""
         """Why the last attempt to resolve the head pod's name failed."""
         self._link = Link()
+        self.list_copies: Callable[[], list[StagedCopy]] = list
+        """Return the versions in the memory of the pod."""
+        self.data_address: Address | None = None
+        """Where other pods copy these versions; None with another transport."""
 
     async def resolve(self) -> None:
         """Resolve the head pod's address once; keep the last known address if that fails."""
@@ -85,8 +91,17 @@ class MemberPod:
         """Report to the head pod and carry out its verdict. If the network path to the head pod is cut, end this run."""
         files, boot_id = self._barrier.files, self._barrier.boot_id()
         started, draining = self._barrier.is_started(boot_id), files.is_drain_requested()
-        up, address = self.up and started, str(self._own)
-        reply = await self._send(MemberReport(rank=self.rank, address=address, boot_id=boot_id, released=started, up=up, draining=draining))
+        report = MemberReport(
+            rank=self.rank,
+            address=str(self._own),
+            boot_id=boot_id,
+            released=started,
+            up=self.up and started,
+            draining=draining,
+            staged=self.list_copies(),
+            data_address=str(self.data_address or ""),
+        )
+        reply = await self._send(report)
         if draining and (not started or (reply is not None and reply.drained)):
             replace_file(files.drained)
         if reply is not None:
@@ -128,12 +143,26 @@ class MemberPod:
         self.unreachable = unreachable
 
 
-def member_app(member: MemberPod, *, name: str, credentials: Credentials, model_path: str | None) -> web.Application:
-    """Return the application of a member pod's agent. Checkpoints are compared with the model at ``model_path``."""
+def member_app(
+    member: MemberPod, *, name: str, credentials: Credentials, model_path: str | None, more_routes: Sequence[web.RouteDef] = ()
+) -> web.Application:
+    """Return the application of a member pod's agent.
+
+    Args:
+        member: The member pod.
+        name: Name of the engine.
+        credentials: Credentials of the engine.
+        model_path: Model with which checkpoints are compared.
+        more_routes: The calls of transport Staged.
+    """
     checkpoints = CheckpointCheck()
     registry = CollectorRegistry()
     up = Gauge("sglang_rollout_agent_engine_up", "1 while this pod's part of the engine has loaded.", registry=registry)
     up.set_function(lambda: float(member.up))
+    copies = Gauge(
+        "sglang_rollout_agent_staged_bytes", "Bytes of the versions in the memory of the pod (transport Staged).", registry=registry
+    )
+    copies.set_function(lambda: float(sum(copy.bytes for copy in member.list_copies())))
 
     async def health(_: web.Request) -> web.StreamResponse:
         return web.json_response(MemberHealth(unheard=member.unreachable).model_dump(mode="json"))
@@ -164,7 +193,7 @@ def member_app(member: MemberPod, *, name: str, credentials: Credentials, model_
     log_refusals(app)
     app.add_routes([web.get(ports.AGENT_HEALTH, health), web.get(ports.AGENT_ENGINE, engine), web.get("/health", engine)])
     app.add_routes([web.get(ports.AGENT_METRICS, make_aiohttp_handler(registry)), web.post(ports.AGENT_PREFLIGHT, preflight_trainer)])
-    app.add_routes([web.post(ports.AGENT_CHECKPOINT, checkpoint)])
+    app.add_routes([web.post(ports.AGENT_CHECKPOINT, checkpoint), *more_routes])
     # haproxy asks ports.AGENT_GATE whether the gate may be open, and gets this refusal: the gate of a member pod never opens.
     app.add_routes([web.route("*", "/{path:.*}", misdirected)])
     return app

@@ -19,8 +19,8 @@ from sglang_rollout.agent import state as s
 from sglang_rollout.agent.agent import Agent
 from sglang_rollout.agent.engine import refusal_reply
 from sglang_rollout.agent.record import RecordError
+from sglang_rollout.agent.staged.attempts import Attempts
 from sglang_rollout.agent.staged.saved import SavedVersion, SavedVersions
-from sglang_rollout.agent.staged.verdicts import VerdictFolder
 from sglang_rollout.agent.update import acknowledge
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.sglang.checksums import Checksums
@@ -64,11 +64,11 @@ class Activator:
         agent: The agent.
         copies: The copies of this pod.
         saved: What is remembered of each version.
-        verdicts: The folder of the loader's verdicts.
+        verdicts: The verdicts of the loader in all ranks.
         pipeline_size: Pipeline stages of the engine; each of its tensor-parallel ranks exists once for each stage.
     """
 
-    def __init__(self, agent: Agent, copies: Copies, saved: SavedVersions, verdicts: VerdictFolder, *, pipeline_size: int = 1) -> None:
+    def __init__(self, agent: Agent, copies: Copies, saved: SavedVersions, verdicts: Attempts, *, pipeline_size: int = 1) -> None:
         self._agent = agent
         self._copies = copies
         self._saved = saved
@@ -127,7 +127,7 @@ class Activator:
         agent, activation = self._agent, self._agent.state.record.activation
         if activation is None or self._current() is not None:
             return False
-        verdicts = await asyncio.to_thread(self._verdicts.read, activation.attempt, self._ranks)
+        verdicts = await self._verdicts.read(activation.attempt, self._ranks)
         if not verdicts.is_refused or agent.attempt or agent.state.record.activation != activation:
             return False
         log.info("The load that the agent's restart interrupted was refused: %s", verdicts.message)
@@ -175,7 +175,7 @@ class Activator:
             copy = self._check(request)
             live_label = await agent.engine.read_label()
             await agent.confirm_process()
-            attempt = await asyncio.to_thread(self._verdicts.open_attempt)
+            attempt = await self._verdicts.open(request)
             self._check(request)  # another call may have come meanwhile
         except ActivationError:
             raise
@@ -251,7 +251,7 @@ class _Load:
         agent: Agent,
         request: ActivateRequest,
         copy: Copy,
-        verdicts: VerdictFolder,
+        verdicts: Attempts,
         attempt: str,
         *,
         ranks: int,
@@ -320,14 +320,14 @@ class _Load:
 
     async def _judge(self, reply: Reply) -> Reply:
         """Return a failure in place of a success that not every rank confirms."""
-        verdicts = await asyncio.to_thread(self._verdicts.read, self._attempt, self._ranks)
+        verdicts = await self._verdicts.read(self._attempt, self._ranks)
         return reply if not reply.ok or verdicts.is_loaded else refusal_reply(409, verdicts.message)
 
     async def _fail(self, error: Exception) -> ActivationError:
         """Restore what the engine held, or mark it dirty until a complete load, and return the error to raise."""
         agent = self._agent
         refusal = error.refusal if isinstance(error, RefusedError) else Refusal(RefusalCode.UPSTREAM_FAILED, str(error))
-        verdicts = await asyncio.to_thread(self._verdicts.read, self._attempt, self._ranks)
+        verdicts = await self._verdicts.read(self._attempt, self._ranks)
         if verdicts.found and not verdicts.is_loaded and verdicts.message not in refusal.message:
             refusal = Refusal(refusal.code, f"{refusal.message} {verdicts.message}")
         try:

@@ -11,7 +11,6 @@ from sglang_rollout.agent.record import RecordError
 from sglang_rollout.agent.staged.activate import ActivationError, Activator
 from sglang_rollout.agent.staged.saved import SavedVersions
 from sglang_rollout.sglang.client import EngineError
-from sglang_rollout.staging.copies import Copies
 from sglang_rollout.wire.agent import AckRequest
 from sglang_rollout.wire.staged import ActivateRequest
 from sglang_rollout.wire.states import EngineState, Version
@@ -32,14 +31,12 @@ class OwnCopyWatch:
     Args:
         agent: The agent.
         activator: Loads versions.
-        copies: The copies of this pod.
         saved: What is remembered of each version.
     """
 
-    def __init__(self, agent: Agent, activator: Activator, copies: Copies, saved: SavedVersions) -> None:
+    def __init__(self, agent: Agent, activator: Activator, saved: SavedVersions) -> None:
         self._agent = agent
         self._activator = activator
-        self._copies = copies
         self._saved = saved
         self._delay = _FIRST_DELAY_SECONDS
         self._not_before = 0.0
@@ -66,11 +63,12 @@ class OwnCopyWatch:
             return False
 
     def _find_version(self) -> ActivateRequest | None:
-        """Return the request to load the committed version from its complete copy; None if there is none, or no proof of its author."""
+        """Return the request to load the committed version; None if a pod lacks the complete copy, or without proof of its author."""
         agent = self._agent
         committed, staged, boot_id = agent.state.record.committed, agent.state.record.staged, agent.state.record.boot_id
-        copy = self._copies.get(staged.update) if staged is not None else None
-        if committed is None or staged is None or boot_id is None or copy is None or copy.status().digest != staged.digest:
+        if committed is None or staged is None or boot_id is None:
+            return None
+        if not any(copy.update == staged.update and copy.digest == staged.digest for copy in agent.list_copies()):
             return None
         known = self._saved.load(staged.update)
         ack = known.ack if known is not None and known.digest == staged.digest and known.ack is not None else None

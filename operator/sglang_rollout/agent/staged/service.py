@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import aiohttp
 from aiohttp import web
 
 from sglang_rollout.agent.agent import Agent
+from sglang_rollout.agent.launch.head_pod import HeadPod
 from sglang_rollout.agent.staged.activate import ActivationError, Activator
+from sglang_rollout.agent.staged.attempts import Attempts
+from sglang_rollout.agent.staged.member_pods import MemberPods
 from sglang_rollout.agent.staged.own_copy import OwnCopyWatch
 from sglang_rollout.agent.staged.saved import SavedVersions
-from sglang_rollout.agent.staged.stage import Stager
+from sglang_rollout.agent.staged.stage import Stager, open_session
 from sglang_rollout.agent.staged.verdicts import VerdictFolder
 from sglang_rollout.internal.requests import deadline_of, read_message
+from sglang_rollout.proxy.address import Address
 from sglang_rollout.staging.copies import Copies
 from sglang_rollout.staging.payload import install_loader
 from sglang_rollout.staging.serve import staging_routes
@@ -24,20 +28,20 @@ from sglang_rollout.wire.staged import ActivateRequest, StageRequest
 from sglang_rollout.wire.trainer import ControlReply
 
 _ACTIVATE_SECONDS = 300.0
-_CONNECT_SECONDS = 5.0
-_SILENT_SECONDS = 60.0
-"""Time without a byte after which a connection to a parent has failed."""
 
 
 class StagedService:
     """Copies of versions, and their load into the engine. Create it with :func:`run_staged_service`."""
 
-    def __init__(self, agent: Agent, copies: Copies, stager: Stager, activator: Activator, own_copy: OwnCopyWatch) -> None:
-        self._agent = agent
+    def __init__(
+        self, copies: Copies, stager: Stager, activator: Activator, own_copy: OwnCopyWatch, members: MemberPods | None = None
+    ) -> None:
         self._copies = copies
         self._stager = stager
         self._activator = activator
         self.own_copy = own_copy
+        self.members = members
+        """The other pods of the engine; None for an engine of one pod."""
 
     def data_app(self) -> web.Application:
         """Return the application of the data port, which needs the tickets of the versions."""
@@ -49,10 +53,19 @@ class StagedService:
         """Copy a version into the pod, and answer with the status."""
         wanted = await read_message(request, StageRequest)
         try:
-            await self._stager.stage(wanted, min(wanted.deadline, deadline_of(request, wanted.deadline)))
+            await self._stage(wanted, min(wanted.deadline, deadline_of(request, wanted.deadline)))
         except RefusedError as error:
             return _refuse(error)
         return await answer()
+
+    async def _stage(self, wanted: StageRequest, seconds: float) -> None:
+        """Copy a version into all pods of the engine. Raises RefusedError."""
+        in_use = self._activator.updates_in_use
+        if self.members is None or wanted.update in in_use:
+            await self._stager.stage(wanted, seconds)
+            return
+        relayed = wanted.model_copy(update={"keep": [*wanted.keep, *in_use]})
+        await asyncio.gather(self._stager.stage(self.members.add_parents(wanted), seconds), self.members.stage(relayed, seconds))
 
     async def activate(self, request: web.Request) -> web.StreamResponse:
         """Load a version into the engine."""
@@ -66,7 +79,14 @@ class StagedService:
 
 @asynccontextmanager
 async def run_staged_service(
-    agent: Agent, *, volume: Path, verdicts: Path, state: Path, pipeline_size: int = 1
+    agent: Agent,
+    *,
+    volume: Path,
+    verdicts: Path,
+    state: Path,
+    pipeline_size: int = 1,
+    head_pod: HeadPod | None = None,
+    data_address: Address | None = None,
 ) -> AsyncIterator[StagedService]:
     """Offer transport Staged for the length of the block. The loader is installed when the block begins.
 
@@ -76,19 +96,21 @@ async def run_staged_service(
         verdicts: Folder that the engine's container writes.
         state: Folder of the agent's records.
         pipeline_size: Pipeline stages of the engine.
+        head_pod: The agent's role in an engine with several pods; None for an engine of one pod.
+        data_address: With ``head_pod``: where the other pods of the engine find the copies of this pod.
 
     Raises:
         StagedError: The volume cannot be written.
     """
     install_loader(volume)
     copies, saved = Copies(volume, state / "staged"), SavedVersions(state / "staged" / "versions")
-    timeout = aiohttp.ClientTimeout(total=None, connect=_CONNECT_SECONDS, sock_read=_SILENT_SECONDS)
-    async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
-        activator = Activator(agent, copies, saved, VerdictFolder(verdicts), pipeline_size=pipeline_size)
+    members = None if head_pod is None or data_address is None else MemberPods(head_pod, copies, data_address)
+    agent.list_copies = copies.status if members is None else members.list_copies
+    async with open_session() as session:
+        activator = Activator(agent, copies, saved, Attempts(VerdictFolder(verdicts), members), pipeline_size=pipeline_size)
         stager = Stager(copies, saved, session, lambda: activator.updates_in_use)
-        agent.list_copies = copies.status
         try:
-            yield StagedService(agent, copies, stager, activator, OwnCopyWatch(agent, activator, copies, saved))
+            yield StagedService(copies, stager, activator, OwnCopyWatch(agent, activator, saved), members)
         finally:
             await activator.close()
             await stager.close()

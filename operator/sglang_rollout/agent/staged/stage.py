@@ -19,6 +19,9 @@ from sglang_rollout.wire.staged import StageRequest, VersionEnd
 
 log = logging.getLogger(__name__)
 
+_CONNECT_SECONDS = 5.0
+_SILENT_SECONDS = 60.0
+"""Time without a byte after which a connection to a parent has failed."""
 _CODES = {
     StagedFault.INVALID: RefusalCode.INVALID_REQUEST,
     StagedFault.TOO_LARGE: RefusalCode.INVALID_REQUEST,
@@ -28,6 +31,12 @@ _CODES = {
     StagedFault.WRONG_DIGEST: RefusalCode.UPSTREAM_FAILED,
 }
 """Codes of refusals; ``Conflict`` for every other fault."""
+
+
+def open_session() -> aiohttp.ClientSession:
+    """Return a session for copies from parents."""
+    timeout = aiohttp.ClientTimeout(total=None, connect=_CONNECT_SECONDS, sock_read=_SILENT_SECONDS)
+    return aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import json
 import logging
 import secrets
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,18 +65,30 @@ class Verdicts:
         return len(self.found) == self.ranks
 
 
+def join_pods(pods: Sequence[Verdicts]) -> Verdicts:
+    """Return the verdicts of all pods of one engine. A surplus in one pod does not replace what is missing in another pod."""
+    found = [verdict for pod in pods for verdict in pod.found]
+    if any(len(pod.found) > pod.ranks for pod in pods):
+        found.append(Verdict(ok=False, wrote=True, message="A pod has more verdicts than ranks."))
+    return Verdicts(tuple(found), sum(pod.ranks for pod in pods))
+
+
 class VerdictFolder:
     """The folder that the engine's container can write, with one folder for each attempt."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def open_attempt(self) -> str:
-        """Create the folder of a new attempt, delete those of earlier attempts, and return the attempt. Raises OSError."""
+    def open_attempt(self, attempt: str | None = None) -> str:
+        """Create the folder of a new attempt, delete those of earlier attempts, and return the attempt. Raises OSError.
+
+        Args:
+            attempt: The attempt that the head pod of the engine has chosen; None: choose one.
+        """
         self._folder.mkdir(parents=True, exist_ok=True)
         for earlier in self._folder.iterdir():
             shutil.rmtree(earlier, onerror=_log_failure)
-        attempt = secrets.token_hex(16)
+        attempt = secrets.token_hex(16) if attempt is None else attempt
         made = self.path(attempt)
         made.mkdir()
         made.chmod(0o1777)  # the engine may run as another user, whatever the umask is

@@ -59,7 +59,7 @@ async def test_an_update_reaches_both_ranks_and_a_dead_rank_ends_the_other(pair:
     assert (await pod.generate()).status == 200
 
     starts = pair.starts
-    os.kill(_server(pair.follower.engine_port), signal.SIGKILL)
+    os.kill(server_process(pair.follower.engine_port), signal.SIGKILL)
     await until(lambda: are_restarted(pair, starts), 90, "both containers are restarted", every=0.2)
     assert await pod.is_closed()
     await until(pair.runs, 300, "both ranks have loaded again", every=0.5)
@@ -74,7 +74,7 @@ async def are_restarted(pair: Pair, before: tuple[int, int]) -> bool:
     return pair.starts == (before[0] + 1, before[1] + 1)
 
 
-def _server(port: int) -> int:
+def server_process(port: int) -> int:
     """Return the process of ``sglang.launch_server`` on this port. Its children have other command lines."""
     for folder in Path("/proc").glob("[0-9]*"):
         try:

@@ -14,14 +14,18 @@ from bench.agents import MemoryGate
 
 from sglang_rollout.agent.agent import Agent
 from sglang_rollout.agent.app import make_app
-from sglang_rollout.agent.engine import Engine
+from sglang_rollout.agent.engine import Engine, RunFiles, StartBarrier
+from sglang_rollout.agent.launch.head_pod import HeadPod
 from sglang_rollout.agent.record import RecordFile
 from sglang_rollout.agent.signatures import PublicKeys, Signatures
 from sglang_rollout.agent.staged.service import run_staged_service
 from sglang_rollout.agent.update import Fence
 from sglang_rollout.agent.watchdog import SpecStateWatch
 from sglang_rollout.credentials import Credentials
+from sglang_rollout.proxy.address import Address
+from sglang_rollout.staging.copies import Copies
 from tests.contract.support.agent_pod import TOKEN, Pod
+from tests.support.ports import free_port
 
 _INTERVAL = 0.1
 
@@ -32,6 +36,8 @@ class PodHere(Pod):
 
     running: Agent | None = None
     """The agent."""
+    copies: Copies | None = None
+    """Its copies of staged versions."""
     agent_url: str = ""
     data_url: str = ""
 
@@ -47,22 +53,50 @@ class PodHere(Pod):
 
 
 @asynccontextmanager
-async def run_agent(folder: Path, engine_url: str, *, pipeline: int = 1, uid: str | None = None) -> AsyncIterator[PodHere]:
-    """Run an agent with transport Staged for the length of the block. ``uid``: demand signatures for this rollout."""
-    async with Engine(engine_url) as client, aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as http:
+async def run_agent(folder: Path, engine_url: str, *, pipeline: int = 1, uid: str | None = None, pods: int = 1) -> AsyncIterator[PodHere]:
+    """Run an agent with transport Staged for the length of the block.
+
+    Args:
+        folder: Folder of the pod. With several pods its container has written a boot ID into it.
+        engine_url: URL of the engine.
+        pipeline: Pipeline stages of the engine.
+        uid: Demand signatures for this rollout.
+        pods: Pods of the engine; this is its head pod.
+    """
+    boot_file = folder / "run" / "boot" if pods > 1 else None
+    async with (
+        Engine(engine_url, boot_file=boot_file) as client,
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as http,
+    ):
         pod = PodHere(folder, engine_url, http, uid=uid, pipeline=pipeline)
         signatures = Signatures(PublicKeys(pod.public_keys), uid) if uid is not None else None
         gate, records = MemoryGate(folder / "none"), RecordFile(folder / "agent")
         agent = Agent(name="e0", engine=client, gate=gate, record_file=records, signatures=signatures)
         pod.running = agent
         fence = Fence(agent, kill_file=None)
-        service = run_staged_service(agent, volume=pod.volume, verdicts=pod.verdicts, state=folder / "agent", pipeline_size=pipeline)
-        async with service as staged, TestServer(staged.data_app()) as data:
-            app = make_app(agent, credentials=Credentials(TOKEN), fence=fence, staged=staged)
-            async with TestServer(app) as server:
+        gate_address, data_address = (Address("127.0.0.1", free_port()) for _ in range(2))
+        head = None
+        if boot_file is not None:
+            barrier = StartBarrier(RunFiles(boot_file))
+            head = HeadPod(agent, barrier, size=pods, own=gate_address, folder=folder / "agent", credentials=Credentials(TOKEN))
+        service = run_staged_service(
+            agent,
+            volume=pod.volume,
+            verdicts=pod.verdicts,
+            state=folder / "agent",
+            pipeline_size=pipeline,
+            head_pod=head,
+            data_address=data_address,
+        )
+        async with service as staged, TestServer(staged.data_app(), port=data_address.port) as data:
+            app = make_app(agent, credentials=Credentials(TOKEN), fence=fence, staged=staged, head_pod=head)
+            async with TestServer(app, port=gate_address.port) as server:
+                pod.copies = staged._copies
                 pod.agent_url, pod.data_url = (str(made.make_url("")).rstrip("/") for made in (server, data))
-                watches = (agent.observe, agent.gate.settle, fence.watch_lease, SpecStateWatch(agent).watch, staged.own_copy.watch)
-                tasks = [asyncio.create_task(_repeat(watch)) for watch in (*watches, agent.watch_connection)]
+                watches = [agent.observe, agent.gate.settle, fence.watch_lease, SpecStateWatch(agent).watch, staged.own_copy.watch]
+                watches += [head.watch] if head is not None else []
+                watches += [staged.members.watch] if staged.members is not None else []
+                tasks = [asyncio.create_task(repeat(watch)) for watch in (*watches, agent.watch_connection)]
                 try:
                     yield pod
                 finally:
@@ -71,7 +105,8 @@ async def run_agent(folder: Path, engine_url: str, *, pipeline: int = 1, uid: st
                     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _repeat(watch: Callable[[], Awaitable[None]]) -> None:
+async def repeat(watch: Callable[[], Awaitable[None]]) -> None:
+    """Call a watch again and again."""
     while True:
         await watch()
         await asyncio.sleep(_INTERVAL)

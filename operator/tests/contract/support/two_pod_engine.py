@@ -96,13 +96,18 @@ async def _pipe(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> N
 class Member:
     """One pod: gate, agent, and an engine container that restarts when it ends."""
 
-    def __init__(self, folder: Path, rank: int, http: aiohttp.ClientSession) -> None:
+    def __init__(self, folder: Path, rank: int, http: aiohttp.ClientSession, *, is_staged: bool = False, pipeline: int = 1) -> None:
         folder.mkdir()
         self.rank = rank
         self.engine_port = free_port()
         self.command = [sys.executable, str(ENGINE), str(self.engine_port), str(folder / "pid")]
         self.env: dict[str, str] = {}
         self.pod = Pod(folder, f"http://127.0.0.1:{self.engine_port}", http, with_boot_file=True)
+        if is_staged:
+            # Paths that are equal in both pods, as in containers: each process resolves them in the folder of its pod.
+            volumes = ["--staging-volume", self.pod.volume.name, "--verdicts-dir", self.pod.verdicts.name]
+            self.pod.agent.args += [*volumes, "--data-listen", f"127.0.0.1:{free_port()}"]
+            self.pod.agent.args += ["--pipeline-size", str(pipeline)]
         self.relay = Relay(self.pod.gate_port)
         self.run = self.pod.boot_file.parent
         self.run.mkdir()
@@ -123,7 +128,8 @@ class Member:
             while True:
                 self._container = await asyncio.create_subprocess_exec(
                     *("/bin/sh", "-c", script, "engine", *self.command),
-                    env={**os.environ, **self.env, NODE_RANK_ENV: str(self.rank)}, stdout=log, stderr=log, start_new_session=True,
+                    env={**os.environ, **self.env, NODE_RANK_ENV: str(self.rank)}, cwd=self.pod.folder,
+                    stdout=log, stderr=log, start_new_session=True,
                 )  # fmt: skip
                 self.starts += 1
                 await self._container.wait()
@@ -184,11 +190,11 @@ class Pair:
 
 
 @asynccontextmanager
-async def two_pods(folder: Path) -> AsyncIterator[Pair]:
-    """Provide two pods that are not started yet."""
+async def two_pods(folder: Path, *, is_staged: bool = False, pipeline: int = 1) -> AsyncIterator[Pair]:
+    """Provide two pods that are not started yet. ``is_staged``: the fleet has transport Staged, with ``pipeline`` stages."""
     async with AsyncExitStack() as stack:
         http = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True, limit=0)))
-        made = [Member(folder / f"pod-{rank}", rank, http) for rank in range(2)]
+        made = [Member(folder / f"pod-{rank}", rank, http, is_staged=is_staged, pipeline=pipeline) for rank in range(2)]
         for member in made:
             stack.push_async_callback(member.close)
         yield Pair(*made)

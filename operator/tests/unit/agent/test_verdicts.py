@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sglang_rollout.agent.staged.saved import SavedVersion, SavedVersions
-from sglang_rollout.agent.staged.verdicts import Verdict, VerdictFolder, Verdicts, parse_verdict
+from sglang_rollout.agent.staged.verdicts import Verdict, VerdictFolder, Verdicts, join_pods, parse_verdict
 from sglang_rollout.wire.agent import AckRequest
 from sglang_rollout.wire.states import Version
 
@@ -34,6 +34,22 @@ LOADED, REFUSED, WROTE = Verdict(ok=True, wrote=True), Verdict(ok=False, wrote=F
 )
 def test_only_verdicts_of_every_rank_prove_something(found: tuple[Verdict, ...], ranks: int, loaded: bool, refused: bool) -> None:
     verdicts = Verdicts(found, ranks)
+    assert (verdicts.is_loaded, verdicts.is_refused) == (loaded, refused)
+
+
+@pytest.mark.parametrize(
+    ("pods", "loaded", "refused"),
+    [
+        (((LOADED, LOADED), (LOADED, LOADED)), True, False),
+        (((REFUSED, REFUSED), (REFUSED, REFUSED)), False, True),
+        (((LOADED, LOADED), (REFUSED, REFUSED)), False, False),
+        (((LOADED, LOADED), ()), False, False),
+        (((LOADED, LOADED, LOADED), (LOADED,)), False, False),
+        (((REFUSED, REFUSED, REFUSED), (REFUSED,)), False, False),
+    ],
+)
+def test_every_pod_must_have_the_verdicts_of_its_own_ranks(pods: tuple[tuple[Verdict, ...], ...], loaded: bool, refused: bool) -> None:
+    verdicts = join_pods([Verdicts(found, 2) for found in pods])
     assert (verdicts.is_loaded, verdicts.is_refused) == (loaded, refused)
 
 

@@ -1,0 +1,112 @@
+"""Transport Staged in a member pod of an engine of several pods: its copies, and the verdicts of its ranks.
+
+Only the agent of the head pod calls. It decides when the ranks load a version, and what they hold.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from aiohttp import web
+
+from sglang_rollout.agent.staged.saved import SavedVersions
+from sglang_rollout.agent.staged.stage import Stager, open_session
+from sglang_rollout.agent.staged.verdicts import VerdictFolder
+from sglang_rollout.credentials import Credentials
+from sglang_rollout.internal.requests import Handler, check_token, read_message
+from sglang_rollout.staging.copies import Copies
+from sglang_rollout.staging.payload import install_loader
+from sglang_rollout.staging.serve import staging_routes
+from sglang_rollout.wire.ports import MEMBER_ATTEMPT, MEMBER_STAGE, MEMBER_VERDICTS
+from sglang_rollout.wire.reasons import Refusal, RefusalCode, RefusedError
+from sglang_rollout.wire.staged import AttemptReply, AttemptRequest, MemberStageReply, RankVerdict, StagedCopy, StageRequest
+
+
+class StagedMember:
+    """Copies versions into a member pod, and reads the verdicts of its ranks. Create it with :func:`run_staged_member`."""
+
+    def __init__(self, copies: Copies, stager: Stager, verdicts: VerdictFolder) -> None:
+        self._copies = copies
+        self._stager = stager
+        self._verdicts = verdicts
+
+    def list_copies(self) -> list[StagedCopy]:
+        """Return the versions in the memory of this pod."""
+        return self._copies.status()
+
+    def data_app(self) -> web.Application:
+        """Return the application of the data port, which needs the tickets of the versions."""
+        app = web.Application()
+        app.add_routes(staging_routes(self._copies))
+        return app
+
+    def routes(self, credentials: Credentials) -> list[web.RouteDef]:
+        """Return the calls of the head pod."""
+        handlers = {MEMBER_STAGE: self._stage, MEMBER_ATTEMPT: self._open_attempt, MEMBER_VERDICTS: self._read_verdicts}
+        return [web.post(path, _with_token(handler, credentials)) for path, handler in handlers.items()]
+
+    async def _stage(self, request: web.Request) -> web.StreamResponse:
+        """Copy a version into the pod."""
+        wanted = await read_message(request, StageRequest)
+        refusal = None
+        try:
+            await self._stager.stage(wanted, wanted.deadline)
+        except RefusedError as error:
+            refusal = Refusal(error.refusal.code, str(error))
+        return web.json_response(MemberStageReply(refusal=refusal, copies=self.list_copies()).model_dump(mode="json"))
+
+    async def _open_attempt(self, request: web.Request) -> web.StreamResponse:
+        """Prepare a load by the ranks of this pod, which must have the complete copy."""
+        wanted = await read_message(request, AttemptRequest)
+        copy = self._copies.get(wanted.update)
+        refusal = None
+        if copy is None or not wanted.digest or copy.status().digest != wanted.digest:
+            refusal = Refusal(RefusalCode.CONFLICT, f"The pod has no complete copy of update {wanted.update} with the wanted digest.")
+        else:
+            try:
+                await asyncio.to_thread(self._verdicts.open_attempt, wanted.attempt)
+            except OSError as error:
+                why = f"The folder of verdicts cannot be written: {error.strerror or error}."
+                refusal = Refusal(RefusalCode.INTERNAL_ERROR, why)
+        return web.json_response(AttemptReply(refusal=refusal).model_dump(mode="json"))
+
+    async def _read_verdicts(self, request: web.Request) -> web.StreamResponse:
+        """Return the verdicts of the ranks of this pod."""
+        wanted = await read_message(request, AttemptRequest)
+        found = (await asyncio.to_thread(self._verdicts.read, wanted.attempt, wanted.ranks)).found
+        verdicts = [RankVerdict(ok=verdict.ok, wrote=verdict.wrote, message=verdict.message) for verdict in found]
+        return web.json_response(AttemptReply(refusal=None, verdicts=verdicts).model_dump(mode="json"))
+
+
+def _with_token(handler: Handler, credentials: Credentials) -> Handler:
+    async def checked(request: web.Request) -> web.StreamResponse:
+        check_token(request, credentials)
+        return await handler(request)
+
+    return checked
+
+
+@asynccontextmanager
+async def run_staged_member(*, volume: Path, verdicts: Path, state: Path) -> AsyncIterator[StagedMember]:
+    """Offer transport Staged in a member pod for the length of the block. The loader is installed when the block begins.
+
+    Args:
+        volume: Folder of the copies, which the engine's container reads.
+        verdicts: Folder that the engine's container writes.
+        state: Folder of the agent's records.
+
+    Raises:
+        StagedError: The volume cannot be written.
+    """
+    install_loader(volume)
+    copies = Copies(volume, state / "staged")
+    async with open_session() as session:
+        # The head pod names the copies that are being loaded among those to keep.
+        stager = Stager(copies, SavedVersions(state / "staged" / "versions"), session, set)
+        try:
+            yield StagedMember(copies, stager, VerdictFolder(verdicts))
+        finally:
+            await stager.close()
