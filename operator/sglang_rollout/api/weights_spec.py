@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from pydantic import Field
 
-from sglang_rollout.api.engine_spec import ONE_POD, Resources
+from sglang_rollout.api.engine_spec import Resources
 from sglang_rollout.api.scheduling_spec import Placement
 from sglang_rollout.api.schema import ApiModel, plain_path, rule, rules, sets_flag, with_rules
 from sglang_rollout.sglang.api import PauseMode
@@ -238,12 +238,6 @@ def rules_of_transports() -> list[dict[str, str]]:
             f"self.mode != 'Standalone' || self.engine.parallelism.pipeline == 1 || {transport} in ['Disk', 'Staged']",
             "engine.parallelism.pipeline above 1 needs weights.transport Staged or Disk: SGLang cannot then take weights over a process"
             " group. Set one of them, or use more tensor ranks instead of pipeline stages.",
-            field=".engine",
-        ),
-        rule(
-            f"!({staged}) || ({ONE_POD.replace('self.', 'self.engine.')})",
-            "weights.transport Staged needs engines of one pod: leave engine.nodes and engine.gpusPerPod out, or use transport Distributed"
-            " or Disk.",
             field=".engine",
         ),
         rule(

@@ -55,10 +55,12 @@ def network_policies(rollout: SGLangRollout) -> list[Object]:
     if not selects_engines(rollout):
         return [router]
     engines = _policy(rollout, names.engines_service(rollout.name), names.COMPONENT_ENGINE, _engine_rules(rollout))
-    if rollout.spec.weights.is_staged:
-        store = _policy(rollout, names.store_name(rollout.name), names.COMPONENT_STORE, _store_rules(rollout))
-        return [router, store, engines]
-    return [router, engines, *_policies_of_multi_pod_engines(rollout)]
+    store = (
+        [_policy(rollout, names.store_name(rollout.name), names.COMPONENT_STORE, _store_rules(rollout))]
+        if rollout.spec.weights.is_staged
+        else []
+    )
+    return [router, *store, engines, *_policies_of_multi_pod_engines(rollout)]
 
 
 def _router_rules(rollout: SGLangRollout) -> list[Object]:

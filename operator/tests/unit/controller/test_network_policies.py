@@ -148,6 +148,7 @@ ENGINE_FIELDS: Object = {"image": "example.org/engine:1", "gpuResource": "", "me
 SHARED: Object = {"mode": "Hybrid", "sharing": {"trainerLabels": {"app": "trainer"}}, "engine": ENGINE_FIELDS}
 ON_NODE: Object = {"engine": {**ENGINE_FIELDS, "network": {"hostNetwork": True}}}
 STAGED: Object = {"weights": {"transport": "Staged", "staging": {"sizeLimit": "1Gi"}}}
+SEVERAL_PODS: Object = {"engine": {**ENGINE_FIELDS, "nodes": 2, "parallelism": {"tensor": 2}}}
 ANYBODY = frozenset(ACTORS)
 SPECS = (
     Spec("default"),
@@ -205,7 +206,8 @@ SPECS = (
     Spec("staged", STAGED),
     Spec("staged by one trainer", STAGED | security(trainers=pods("trainer")), trainers=frozenset({TRAINER})),
     Spec("staged by anybody", STAGED | security(control="Open"), trainers=ANYBODY),
-    Spec("several pods", {"engine": {**ENGINE_FIELDS, "nodes": 2, "parallelism": {"tensor": 2}}}),
+    Spec("several pods", SEVERAL_PODS),
+    Spec("staged in several pods", STAGED | SEVERAL_PODS),
     Spec("shared", SHARED),
     Spec("colocated", {**SHARED, "mode": "Colocated"} | security(trainers=pods("trainer")), trainers=frozenset({TRAINER})),
     Spec("network of the node", ON_NODE),
@@ -343,6 +345,7 @@ def test_pods_of_an_engine_are_selected_by_a_policy_of_their_own_only_if_there_a
     assert made["default"] == ["demo-router", "demo-engines"]
     assert made["several pods"] == ["demo-router", "demo-engines", "demo-engine-0", "demo-engine-1"]
     assert made["staged"] == ["demo-router", "demo-store", "demo-engines"]
+    assert made["staged in several pods"] == ["demo-router", "demo-store", "demo-engines", "demo-engine-0", "demo-engine-1"]
     assert made["network of the node"] == ["demo-router"]
 
 
