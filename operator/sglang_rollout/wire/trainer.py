@@ -71,7 +71,7 @@ class FleetDocument(Message):
     epoch: int
     """Grows when an engine joins, leaves or restarts."""
     world_size: int
-    """World size of a process group opened now: the trainer and all ranks of the engines that take part."""
+    """World size of a process group opened now: the trainer and all ranks of the engines that take part; 2 with transport Staged."""
     backend: str
     """Backend of the process group if the trainer names none."""
     transport: str = "Distributed"
