@@ -1,8 +1,10 @@
-"""Read snapshots: checkpoints of committed weight versions in one directory. ``trainer.snapshots`` writes them.
+"""Read snapshots: checkpoints of committed weight versions in one directory. ``publish`` writes them, for the client and the weight store.
 
-<directory>/3-120-step-120/        <run>-<step>-<label>: a folder that SGLang loads
+<directory>/3-120-step-120/        <run>-<step>-<label>
     snapshot.json                  the manifest: version, time, and size and SHA-256 of each file
-    model.safetensors  config.json  tokenizer.json  …
+    model.safetensors …            the tensors
+    config.json  tokenizer.json …  the rest of a folder that SGLang loads: the client copies it from the model
+    manifest.json                  digests of all pieces: the weight store writes it to load the version again
 <directory>/.writing-…             not complete; never read
 """
 
@@ -58,6 +60,12 @@ class Manifest(BaseModel):
     bytes: int
     """Bytes of all tensors."""
     files: dict[str, FileEntry]
+    update: str = ""
+    """ID of the update that sent the version through a weight store; empty: the client wrote the snapshot."""
+    digest: str = ""
+    """Digest of the version in the weight store; empty: the client wrote the snapshot."""
+    author: str = ""
+    """Caller that pushed the version; empty: not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +98,20 @@ def latest_snapshot(directory: Path | str) -> Snapshot | None:
 
 
 def verify_snapshot(snapshot: Snapshot, *, check_cancelled: CancelCheck = lambda: None) -> None:
-    """Read all files and compare them with the manifest.
+    """Read all files and compare them with the manifest. A snapshot of the client must also be a folder that SGLang loads.
 
     Raises:
         ProblemsError: A file is missing, or differs from the manifest.
     """
+    problems = find_changes(snapshot, check_cancelled=check_cancelled)
+    if problems:
+        raise ProblemsError(problems)
+    if not snapshot.manifest.update:
+        read_model(snapshot.path, check_cancelled=check_cancelled)
+
+
+def find_changes(snapshot: Snapshot, *, check_cancelled: CancelCheck = lambda: None) -> list[str]:
+    """Read all files, and return how they differ from the manifest, as sentences."""
     problems = []
     for name, wanted in snapshot.manifest.files.items():
         path = snapshot.path / name
@@ -107,9 +124,7 @@ def verify_snapshot(snapshot: Snapshot, *, check_cancelled: CancelCheck = lambda
             problems.append(f"{path} is {size} bytes long; {MANIFEST} says {wanted.bytes}.")
         elif digest != wanted.sha256:
             problems.append(f"{path} has changed: its SHA-256 differs from {MANIFEST}.")
-    if problems:
-        raise ProblemsError(problems)
-    read_model(snapshot.path, check_cancelled=check_cancelled)
+    return problems
 
 
 @contextmanager

@@ -10,27 +10,30 @@ a snapshot.
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import hashlib
 import json
 import logging
-import os
-import re
-import secrets
-import shutil
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sglang_rollout.checkpoints.folder import CONFIG, INDEX, SINGLE, CancelCheck
 from sglang_rollout.checkpoints.format import DTYPE_OF_TORCH, build_header
-from sglang_rollout.checkpoints.snapshots import MANIFEST, FileEntry, Manifest, Snapshot, flock, list_snapshots
+from sglang_rollout.checkpoints.publish import (
+    DirectoryInUseError,
+    check_free_space,
+    describe_os_error,
+    folder_name,
+    lock_directory,
+    publish,
+    read_chunks,
+    remove_leftovers,
+    utc_now,
+    write_file,
+)
+from sglang_rollout.checkpoints.snapshots import MANIFEST, FileEntry, Manifest, Snapshot
 from sglang_rollout.trainer.calls import Deadline, run_in_background
 from sglang_rollout.trainer.errors import SnapshotFailed
 from sglang_rollout.trainer.tensors import TensorSpec
@@ -40,10 +43,6 @@ log = logging.getLogger(__name__)
 
 _COPIED = (".json", ".txt", ".model", ".jinja", ".py", ".tiktoken")
 """Suffixes of the files that a model needs beside its weights: config, tokenizer, chat template, the model's own code."""
-_CHUNK = 16 * 1024 * 1024
-_WRITING, _REMOVED, _LOCK = ".writing-", ".removed-", ".lock"
-_SPARE_BYTES = 64 * 1024 * 1024
-"""Space for the files beside the tensors."""
 
 HostBytes = Callable[[Any], memoryview]
 """Copies a tensor's bytes to host memory."""
@@ -228,69 +227,45 @@ def write_snapshot(job: Job, *, check_cancelled: CancelCheck) -> Snapshot:
         SnapshotFailed: The snapshot could not be written. The directory is unchanged.
     """
     try:
-        with _lock_directory(job.directory):
-            _remove_leftovers(job.directory)
-            _check_free_space(job)
+        with lock_directory(job.directory):
+            remove_leftovers(job.directory)
+            check_free_space(job.directory, job.bytes)
             return _publish(job, check_cancelled)
+    except DirectoryInUseError as error:
+        raise SnapshotFailed(f"{error} Give each trainer its own directory.") from None
     except OSError as error:
-        raise SnapshotFailed(_describe_os_error(job, error)) from error
-
-
-def folder_name(version: Version) -> str:
-    """Return ``<run>-<step>-<label>``. Characters other than letters, digits, dot, underscore and hyphen become ``_``."""
-    label = re.sub(r"[^A-Za-z0-9._-]", "_", version.label)[:100]
-    return f"{version.run}-{version.step}-{label}"
+        raise SnapshotFailed(describe_os_error(job.directory, job.version.label, job.bytes, error)) from error
 
 
 def _publish(job: Job, check_cancelled: CancelCheck) -> Snapshot:
-    before = list_snapshots(job.directory)
-    target = job.directory / folder_name(job.version)
-    temporary = job.directory / f"{_WRITING}{target.name}-{secrets.token_hex(4)}"
-    temporary.mkdir()
-    try:
-        files = _write_model(job, temporary, check_cancelled)
-        manifest = Manifest(
-            sequence=1 + max((snapshot.manifest.sequence for snapshot in before), default=0),
-            label=job.version.label,
-            run=job.version.run,
-            step=job.version.step,
-            epoch=job.epoch,
-            fleet_id=job.fleet_id,
-            created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            tensors=len(job.tensors),
-            bytes=job.bytes,
-            files=files,
-        )
-        _write_file(temporary / MANIFEST, [manifest.model_dump_json(indent=1).encode()], check_cancelled)
-        _sync(temporary)
-        if target.exists() and not _remove_snapshot(target):
-            target = target.with_name(f"{target.name}.{manifest.sequence}")
-        temporary.rename(target)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    _sync(job.directory)
-    others = [snapshot.path for snapshot in before if snapshot.path != target]
-    for old in others[: -(job.keep - 1) or None]:
-        _remove_snapshot(old)
-    return Snapshot(target, manifest)
+    def describe(sequence: int, files: Mapping[str, FileEntry]) -> Manifest:
+        version = job.version
+        return Manifest(
+            sequence=sequence, label=version.label, run=version.run, step=version.step, epoch=job.epoch, fleet_id=job.fleet_id,
+            created=utc_now(), tensors=len(job.tensors), bytes=job.bytes, files=dict(files),
+        )  # fmt: skip
+
+    name = folder_name(job.version.run, job.version.step, job.version.label)
+    return publish(
+        job.directory, name, keep=job.keep, write=lambda folder: _write_model(job, folder, check_cancelled), describe=describe
+    )
 
 
 def _write_model(job: Job, folder: Path, check_cancelled: CancelCheck) -> dict[str, FileEntry]:
     files = {}
     for source in sorted(job.model.iterdir()):
         if source.is_file() and source.suffix in _COPIED and source.name not in (INDEX, MANIFEST):
-            files[source.name] = _write_file(folder / source.name, _read_chunks(source), check_cancelled)
+            files[source.name] = write_file(folder / source.name, read_chunks(source), check_cancelled)
     shards = list(_split_shards(job.tensors, job.shard_bytes))
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         name = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         header = build_header((tensor.name, tensor.dtype, tensor.shape) for tensor in shard)
-        files[name] = _write_file(folder / name, [header, *(tensor.data for tensor in shard)], check_cancelled)
+        files[name] = write_file(folder / name, [header, *(tensor.data for tensor in shard)], check_cancelled)
         weight_map |= {tensor.name: name for tensor in shard}
     if len(shards) > 1:
         index = {"metadata": {"total_size": job.bytes}, "weight_map": weight_map}
-        files[INDEX] = _write_file(folder / INDEX, [json.dumps(index, indent=1).encode()], check_cancelled)
+        files[INDEX] = write_file(folder / INDEX, [json.dumps(index, indent=1).encode()], check_cancelled)
     if CONFIG not in files:
         raise SnapshotFailed(f"{job.model / CONFIG} no longer exists: a snapshot without it cannot be loaded.")
     return files
@@ -307,90 +282,3 @@ def _split_shards(tensors: Sequence[StagedTensor], max_bytes: int) -> Iterator[l
         held.append(tensor)
         size += tensor.data.nbytes
     yield held
-
-
-def _write_file(path: Path, parts: Sequence[bytes | memoryview] | Iterator[bytes], check_cancelled: CancelCheck) -> FileEntry:
-    """Write a file durably, and return its size and SHA-256."""
-    digest, size = hashlib.sha256(), 0
-    with path.open("xb") as file:
-        for part in parts:
-            view = memoryview(part)
-            for at in range(0, view.nbytes, _CHUNK):
-                check_cancelled()
-                chunk = view[at : at + _CHUNK]
-                file.write(chunk)
-                digest.update(chunk)
-            size += view.nbytes
-        file.flush()
-        os.fsync(file.fileno())
-    return FileEntry(bytes=size, sha256=digest.hexdigest())
-
-
-def _read_chunks(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            yield chunk
-
-
-def _sync(folder: Path) -> None:
-    """Make the entries of a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
-def _lock_directory(directory: Path) -> Iterator[None]:
-    """Make this process the only writer of the directory inside the block."""
-    directory.mkdir(parents=True, exist_ok=True)
-    with (directory / _LOCK).open("a") as file:
-        try:
-            flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise SnapshotFailed(f"Another process writes snapshots into {directory}. Give each trainer its own directory.") from None
-        yield
-
-
-def _remove_leftovers(directory: Path) -> None:
-    """Remove unfinished folders of processes that died. The caller holds the lock of the directory."""
-    for entry in directory.iterdir():
-        if entry.name.startswith((_WRITING, _REMOVED)):
-            shutil.rmtree(entry, ignore_errors=True)
-
-
-def _remove_snapshot(folder: Path) -> bool:
-    """Rename to a hidden name, then delete, so that readers never see a partial snapshot.
-
-    Return False if a reader holds the snapshot's lock. A later snapshot removes it then.
-    """
-    hidden = folder.with_name(f"{_REMOVED}{folder.name}-{secrets.token_hex(4)}")
-    with ExitStack() as stack:
-        with suppress(FileNotFoundError):  # a folder without a manifest is not a snapshot and has no lock
-            manifest = stack.enter_context((folder / MANIFEST).open("rb"))
-            try:
-                # Held until the folder is renamed, so that a new reader sees that the snapshot is gone.
-                flock(manifest.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return False
-        folder.rename(hidden)
-    shutil.rmtree(hidden, ignore_errors=True)
-    return True
-
-
-def _check_free_space(job: Job) -> None:
-    free = shutil.disk_usage(job.directory).free
-    if free < job.bytes + _SPARE_BYTES:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def _describe_os_error(job: Job, error: OSError) -> str:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        with suppress(OSError):
-            free = shutil.disk_usage(job.directory).free
-            return (
-                f"The volume of {job.directory} is full: a snapshot takes {job.bytes / 2**20:.0f} MiB, {free / 2**20:.0f} MiB are free. "
-                "Use a larger volume, or keep fewer snapshots (an old one is removed after the new one is written)."
-            )
-    return f"The snapshot of {job.version.label} could not be written into {job.directory}: {error.strerror or error}."

@@ -18,11 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_rollout.checkpoints.folder import ProblemsError, read_model
+from sglang_rollout.checkpoints.publish import folder_name
 from sglang_rollout.checkpoints.snapshots import latest_snapshot, list_snapshots, lock_snapshot, verify_snapshot
 from sglang_rollout.trainer import Fleet, PushFailed, SnapshotFailed, Snapshots, connect
 from sglang_rollout.trainer import snapshots as module
 from sglang_rollout.trainer.push import UPDATE
-from sglang_rollout.trainer.snapshots import Job, StagedTensor, folder_name, write_snapshot
+from sglang_rollout.trainer.snapshots import Job, StagedTensor, write_snapshot
 from sglang_rollout.trainer.tensors import TensorSpec
 from sglang_rollout.wire.states import Version
 from tests.unit.trainer.support.scripted_fleet import FakeFleet, document
@@ -99,7 +100,7 @@ def test_verify_names_a_changed_file(tmp_path: Path, model: Path, damage: str) -
 
 
 def test_a_version_label_cannot_leave_the_directory() -> None:
-    assert folder_name(Version(run=1, step=2, label="../../etc/x y")) == "1-2-.._.._etc_x_y"
+    assert folder_name(1, 2, "../../etc/x y") == "1-2-.._.._etc_x_y"
 
 
 # Many snapshots
@@ -115,7 +116,7 @@ def test_the_newest_snapshots_are_kept_in_commit_order(
     for run, n in versions:
         version = Version(run=run, step=n, label="x")
         write_snapshot(job(directory, model, version=version, keep=keep), check_cancelled=nothing)
-        name = folder_name(version)
+        name = folder_name(version.run, version.step, version.label)
         expected = [*(other for other in expected if other != name), name][-keep:]
         assert names(directory) == expected
         assert latest_snapshot(directory).path.name == name  # type: ignore[union-attr]
@@ -189,7 +190,7 @@ def test_a_full_disk_is_reported_with_sizes(tmp_path: Path, model: Path, monkeyp
     def full(path: Path, parts: Any, check_cancelled: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(module, "_write_file", full)
+    monkeypatch.setattr(module, "write_file", full)
     with pytest.raises(SnapshotFailed, match=r"is full: a snapshot takes 0 MiB, \d+ MiB are free. Use a larger volume"):
         write_snapshot(job(tmp_path, model), check_cancelled=nothing)
     assert names(tmp_path) == []
@@ -291,13 +292,13 @@ def test_one_snapshot_is_written_at_a_time(
     tmp_path: Path, model: Path, push: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     slow = threading.Event()
-    real = module._write_file
+    real = module.write_file
 
     def waiting(*args: Any) -> Any:
         slow.wait(10)
         return real(*args)
 
-    monkeypatch.setattr(module, "_write_file", waiting)
+    monkeypatch.setattr(module, "write_file", waiting)
     snapshots = Snapshots(tmp_path, model=model)
     first = push(snapshots, 1)
     assert push(snapshots, 2).snapshot is None, "no second copy of the model in host memory"
