@@ -260,6 +260,29 @@ class Copy:
                 raise StagedError(f"{self.folder / name} has {found} bytes, not {size}.")
         self.version = manifest.version
 
+    def link(self, source: Copy) -> None:
+        """Take over all shards and pieces of a complete copy of the same volume. The files are shared, so no bytes are copied.
+
+        Raises:
+            StagedError: This copy has shards already, the version is too large, or the files cannot be linked.
+        """
+        self._check_open()
+        if self.index.shards or not source.is_complete:
+            raise StagedError(
+                f"Update {self.update} cannot take over update {source.update}: it has begun, or the other one is not complete."
+            )
+        if source.index.bytes > self.size_limit:
+            raise _too_large(source.index.bytes, self.size_limit)
+        for number, shard in enumerate(source.index.shards):
+            with Writing(self.shard_path(number)):
+                os.link(source.shard_path(number), self.shard_path(number))
+            self._data_starts.append(source.data_start(number))
+            self.index.add(IndexEntry(shard=shard))
+        for entry in source.index.entries:
+            if entry.piece is not None:
+                self.index.add(entry)
+        self._wake_waiters()
+
     # Follow
 
     async def wait_for_entries(self, position: int, seconds: float) -> None:
@@ -304,15 +327,19 @@ class Copy:
     def _check_size(self, more: int) -> None:
         total = self.index.bytes + more
         if total > self.size_limit:
-            message = (
-                f"The version has at least {total} bytes, more than the limit of {self.size_limit} bytes (spec.weights.staging.sizeLimit)."
-                " Raise the limit, or send a smaller version."
-            )
-            raise StagedError(message, StagedFault.TOO_LARGE)
+            raise _too_large(total, self.size_limit)
         free, needed = shutil.disk_usage(self.folder).free, total - sum(self._touched.values())
         if needed > free:
             message = f"The volume {self.folder.parent} has {free} bytes free, but the rest of the version needs {needed}."
             raise StagedError(message, StagedFault.NO_SPACE)
+
+
+def _too_large(total: int, limit: int) -> StagedError:
+    message = (
+        f"The version has at least {total} bytes, more than the limit of {limit} bytes (spec.weights.staging.sizeLimit)."
+        " Raise the limit, or send a smaller version."
+    )
+    return StagedError(message, StagedFault.TOO_LARGE)
 
 
 class Copies:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import hmac
 import math
 from collections.abc import Awaitable, Callable
+from typing import Protocol
 
 from aiohttp import web
 
-from sglang_rollout.staging.copies import Copies, Copy
+from sglang_rollout.staging.copies import Copy
 from sglang_rollout.staging.index import StagedError
 from sglang_rollout.staging.send_file import send_file
 from sglang_rollout.wire.ports import STAGED, TICKET_HEADER
@@ -29,7 +30,14 @@ _MAX_TENSORS = 20_000
 """Tensors of one reply; one shard may have more."""
 
 
-def staging_routes(copies: Copies) -> list[web.RouteDef]:
+class FindsCopies(Protocol):
+    """Finds the copy of an update, such as ``Copies``."""
+
+    def get(self, update: str) -> Copy | None:
+        """Return the copy of an update; None if there is none."""
+
+
+def staging_routes(copies: FindsCopies) -> list[web.RouteDef]:
     """Return the routes below ``STAGED``."""
     routes = _Routes(copies)
     return [
@@ -65,7 +73,7 @@ def path_number(request: web.Request, part: str) -> int:
 
 
 class _Routes:
-    def __init__(self, copies: Copies) -> None:
+    def __init__(self, copies: FindsCopies) -> None:
         self._copies = copies
 
     async def index(self, request: web.Request) -> web.StreamResponse:

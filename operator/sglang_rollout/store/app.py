@@ -25,11 +25,14 @@ from sglang_rollout.wire.reasons import RefusedError
 from sglang_rollout.wire.staged import (
     PIECE_BYTES,
     StageRequest,
+    StoreCommitRequest,
     StoreDropRequest,
     StoreGroupRequest,
     StoreOpenRequest,
+    StoreReadRequest,
     StoreReceiveRequest,
     StoreSealRequest,
+    StoreVerifyRequest,
 )
 
 log = logging.getLogger(__name__)
@@ -60,6 +63,9 @@ class Routes:
             ports.STORE_SEAL: self.call(StoreSealRequest, self._store.seal),
             ports.STORE_FETCH: self.call(StageRequest, self._store.fetch),
             ports.STORE_DROP: self.call(StoreDropRequest, lambda wanted: self._store.drop(wanted.keep)),
+            ports.STORE_COMMIT: self.call(StoreCommitRequest, self._store.commit),
+            ports.STORE_READ: self.ask(StoreReadRequest, self._store.read),
+            ports.STORE_VERIFY: self.ask(StoreVerifyRequest, self._store.verify),
         }
         metrics = make_aiohttp_handler(make_metrics(self._store))
         return [
@@ -83,6 +89,15 @@ class Routes:
         async def handle(request: web.Request) -> web.StreamResponse:
             await work(await read_message(request, model))
             return web.json_response(self._store.status().model_dump(mode="json"))
+
+        return self._checked(handle)
+
+    def ask(self, model: type[_M], work: Callable[[_M], Awaitable[Message]]) -> Handler:
+        """Return the handler of a call that answers with a message of its own."""
+
+        async def handle(request: web.Request) -> web.StreamResponse:
+            reply = await work(await read_message(request, model))
+            return web.Response(text=reply.model_dump_json(), content_type="application/json")
 
         return self._checked(handle)
 
@@ -183,3 +198,8 @@ class _StateCollector(Collector):
         yield GaugeMetricFamily(f"{PREFIX}_version_bytes", "Bytes of all versions in the store.", value=held)
         yield GaugeMetricFamily(f"{PREFIX}_process_groups", "Open process groups.", value=len(status.groups))
         yield CounterMetricFamily(f"{PREFIX}_uploaded_bytes", "Bytes of uploaded pieces.", value=self._store.uploads.bytes)
+        snapshots = status.snapshots
+        if snapshots is not None:
+            usable = sum(not each.problem for each in snapshots.snapshots)
+            yield GaugeMetricFamily(f"{PREFIX}_snapshots", "Usable snapshots on the volume.", value=usable)
+            yield CounterMetricFamily(f"{PREFIX}_snapshot_failures", "Snapshots that could not be written.", value=snapshots.failures)

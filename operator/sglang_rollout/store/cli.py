@@ -22,6 +22,8 @@ from sglang_rollout.staging.index import StagedError
 from sglang_rollout.staging.serve import staging_routes
 from sglang_rollout.store.app import make_control_app, make_data_app
 from sglang_rollout.store.receivers import Receivers
+from sglang_rollout.store.snapshots import Settings as SnapshotSettings
+from sglang_rollout.store.snapshots import Snapshots
 from sglang_rollout.store.state import TermFile
 from sglang_rollout.store.store import Store
 from sglang_rollout.wire import ports
@@ -42,6 +44,7 @@ class Settings:
     volume: Path
     state_dir: Path
     credentials: Credentials
+    snapshots: SnapshotSettings | None = None
 
 
 def _parse_address(_context: click.Context, _parameter: click.Parameter, text: str) -> Address:
@@ -82,8 +85,26 @@ def _parse_address(_context: click.Context, _parameter: click.Parameter, text: s
     type=click.Path(path_type=Path),
     help="File with the credentials of the weight store, one a line. All are accepted. Read again when it changes.",
 )
+@click.option(
+    "--snapshots",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    show_default="none are written",
+    help="Folder for snapshots of committed versions, on a volume that outlives the machine's memory.",
+)
+@click.option("--snapshots-every", type=click.IntRange(min=1), default=1, show_default=True, help="Versions between two snapshots.")
+@click.option("--snapshots-keep", type=click.IntRange(min=1), default=3, show_default=True, help="Newest snapshots that stay.")
 @logging_options
-def command(*, token_file: Path, log_level: str, log_format: str, **options: Any) -> None:
+def command(
+    *,
+    token_file: Path,
+    log_level: str,
+    log_format: str,
+    snapshots: Path | None,
+    snapshots_every: int,
+    snapshots_keep: int,
+    **options: Any,
+) -> None:
     """Run the weight store: it receives versions of trainers, and keeps them for the engines' agents."""
     configure_logging(log_level, log_format)
     try:
@@ -93,7 +114,8 @@ def command(*, token_file: Path, log_level: str, log_format: str, **options: Any
     except ValueError:
         raise click.UsageError(f"the token file {token_file} is empty: no caller could be accepted") from None
     try:
-        asyncio.run(run(Settings(credentials=credentials, **options)))
+        written = SnapshotSettings(snapshots, snapshots_every, snapshots_keep) if snapshots is not None else None
+        asyncio.run(run(Settings(credentials=credentials, snapshots=written, **options)))
     except StagedError as error:
         raise click.ClickException(str(error)) from None
     except OSError as error:
@@ -113,14 +135,17 @@ async def _serve(settings: Settings, session: aiohttp.ClientSession, stop: async
     term = TermFile(settings.state_dir)
     copies = Copies(settings.volume, settings.state_dir)
     receivers = Receivers()
-    store = Store(copies, receivers, session)
+    snapshots = Snapshots(settings.snapshots) if settings.snapshots is not None else None
+    store = Store(copies, receivers, session, snapshots)
     control = web.AppRunner(make_control_app(store, settings.credentials, term), access_log=None, shutdown_timeout=0.1)
-    data = web.AppRunner(make_data_app(store, staging_routes(copies)), access_log=None, shutdown_timeout=0.1)
+    data = web.AppRunner(make_data_app(store, staging_routes(store)), access_log=None, shutdown_timeout=0.1)
     try:
         for runner, address in ((control, settings.listen), (data, settings.data_listen)):
             await runner.setup()
             await listen_at(runner, address)
         receivers.prepare()
+        if snapshots is not None:
+            snapshots.start()
         log.info(
             "Weight store %s at %s, data at %s, versions in %s.", settings.name, settings.listen, settings.data_listen, settings.volume
         )

@@ -1,18 +1,27 @@
-"""Copies of the committed version from the agents that hold it, for a weight store that has lost it."""
+"""Copies of versions that a weight store does not have in its memory: from the agents that hold them, or from its snapshots."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Coroutine
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, TypeVar
 
 import aiohttp
 
-from sglang_rollout.staging.copies import Copies
+from sglang_rollout.checkpoints.folder import ProblemsError
+from sglang_rollout.checkpoints.snapshots import lock_snapshot
+from sglang_rollout.staging.copies import Copies, Copy
 from sglang_rollout.staging.index import StagedError, StagedFault
 from sglang_rollout.staging.pull import pull
+from sglang_rollout.staging.snapshots import load_pieces
 from sglang_rollout.wire.staged import StageRequest, VersionEnd
 
 log = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
 
 
 class Fetcher:
@@ -26,25 +35,46 @@ class Fetcher:
     def __init__(self, copies: Copies, session: aiohttp.ClientSession) -> None:
         self._copies = copies
         self._session = session
-        self._running: dict[str, asyncio.Task[VersionEnd]] = {}
+        self._running: dict[str, asyncio.Task[Any]] = {}
 
-    async def fetch(self, request: StageRequest) -> None:
+    async def fetch(self, request: StageRequest, snapshot: Copy | None = None) -> None:
         """Copy a version completely. A repeated call replaces the one before, and what has arrived stays.
 
+        Args:
+            request: The version.
+            snapshot: Where it is read; None: from the agents that the request names.
+
         Raises:
-            StagedError: No agent has the right bytes, the deadline has passed, or the version was dropped meanwhile.
+            StagedError: No agent has the right bytes, the snapshot is damaged, the deadline has passed, or the version was dropped
+                meanwhile.
         """
         await self._cancel(request.update)
         copy = self._copies.open(request.update, request.ticket, request.size_limit)
-        task = asyncio.create_task(pull(self._session, request, copy), name=f"copy of update {request.update} from agents")
-        self._running[request.update] = task
-        # The pull has the deadline of the request.
+        work = pull(self._session, request, copy) if snapshot is None else _load(request, snapshot, copy)
+        end = await self._run(request.update, work)
+        log.info(
+            "Update %s was copied from %s: %d bytes.", request.update, "the agents" if snapshot is None else snapshot.folder, end.bytes
+        )
+
+    async def load(self, copy: Copy, source: Copy, seconds: float) -> None:
+        """Copy the shards and pieces of a snapshot into a version that has begun. The coordinator declares it complete.
+
+        Raises:
+            StagedError: The snapshot is damaged, the deadline has passed, or the version was dropped meanwhile.
+        """
+        await self._run(copy.update, _load_before_deadline(source, copy, seconds))
+
+    async def _run(self, update: str, work: Coroutine[Any, Any, _Result]) -> _Result:
+        """Run the copy of an update, which :meth:`keep` may end."""
+        task = asyncio.create_task(work, name=f"copy of update {update}")
+        self._running[update] = task
+        # The work has a deadline of its own.
         await asyncio.wait({task})
-        if self._running.get(request.update) is task:
-            del self._running[request.update]
+        if self._running.get(update) is task:
+            del self._running[update]
         if task.cancelled():
-            raise StagedError(f"The copy of update {request.update} was ended by another call.", StagedFault.DELETED)
-        log.info("Update %s was copied from the agents: %d bytes.", request.update, task.result().bytes)
+            raise StagedError(f"The copy of update {update} was ended by another call.", StagedFault.DELETED)
+        return task.result()
 
     async def keep(self, updates: set[str]) -> None:
         """End the copies of all updates but these."""
@@ -56,3 +86,35 @@ class Fetcher:
         if task is not None:
             task.cancel()
             await asyncio.wait({task})
+
+
+async def _load(request: StageRequest, source: Copy, copy: Copy) -> VersionEnd:
+    """Load a snapshot, and declare the copy complete."""
+    if not copy.is_complete:
+        await _load_before_deadline(source, copy, request.deadline)
+    end = copy.seal(request.version)
+    if end.digest != request.digest:
+        message = f"The snapshot {source.folder.name} has digest {end.digest[:12]}…, not {request.digest[:12]}…."
+        raise StagedError(message, StagedFault.WRONG_DIGEST)
+    return end
+
+
+async def _load_before_deadline(source: Copy, copy: Copy, seconds: float) -> None:
+    try:
+        async with asyncio.timeout(seconds):
+            lock = await asyncio.to_thread(_lock, source.folder)
+            with lock:
+                await load_pieces(source, copy)
+    except TimeoutError:
+        message = f"The snapshot {source.folder.name} was not read within {seconds:g} s. Does its volume answer?"
+        raise StagedError(message, StagedFault.LATE) from None
+
+
+def _lock(folder: Path) -> ExitStack:
+    """Keep a snapshot from being removed until the returned stack is closed. Raises StagedError if it is gone."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(lock_snapshot(folder))
+        except ProblemsError as error:
+            raise StagedError(error.problems[0], StagedFault.DELETED) from None
+        return stack.pop_all()

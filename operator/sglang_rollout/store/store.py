@@ -18,17 +18,23 @@ from sglang_rollout.staging.copies import Copies, Copy
 from sglang_rollout.staging.index import StagedError, StagedFault, piece_count, tensor_bytes
 from sglang_rollout.store.fetch import Fetcher
 from sglang_rollout.store.receivers import ReceiverError, Receivers
+from sglang_rollout.store.snapshots import Snapshots
 from sglang_rollout.store.uploads import Uploads
 from sglang_rollout.wire.reasons import Refusal, RefusalCode, RefusedError
 from sglang_rollout.wire.staged import (
     PIECE_BYTES,
     Shard,
     StageRequest,
+    StoreCommitRequest,
     StoreGroupRequest,
     StoreOpenRequest,
+    StoreReadReply,
+    StoreReadRequest,
     StoreReceiveRequest,
     StoreSealRequest,
     StoreStatus,
+    StoreVerifyReply,
+    StoreVerifyRequest,
 )
 
 log = logging.getLogger(__name__)
@@ -37,6 +43,8 @@ _HASHING_THREADS = 4
 """Pieces of process groups that are hashed at a time."""
 _MAX_FAILURES = 16
 """Failed updates whose reason is remembered."""
+_MAX_READABLE = 4
+"""Snapshots that may be read at a time."""
 
 
 class Store:
@@ -46,11 +54,13 @@ class Store:
         copies: The versions.
         receivers: The process groups.
         session: HTTP session for the agents.
+        snapshots: Where committed versions are written; None: nowhere.
     """
 
-    def __init__(self, copies: Copies, receivers: Receivers, session: aiohttp.ClientSession) -> None:
+    def __init__(self, copies: Copies, receivers: Receivers, session: aiohttp.ClientSession, snapshots: Snapshots | None = None) -> None:
         self._copies = copies
         self._receivers = receivers
+        self._snapshots = snapshots
         self._fetcher = Fetcher(copies, session)
         self.uploads = Uploads(copies)
         self.instance = uuid.uuid4().hex
@@ -61,10 +71,21 @@ class Store:
         self._confirmations: dict[str, set[asyncio.Task[None]]] = defaultdict(set)
         self._failures: OrderedDict[str, str] = OrderedDict()
         """Why the versions of these updates were deleted before they were complete."""
+        self._committed = ""
+        self._readable: OrderedDict[str, Copy] = OrderedDict()
+        """Snapshots that readers with a ticket may read."""
+        self._loads: set[asyncio.Task[None]] = set()
 
     def status(self) -> StoreStatus:
-        """Return the versions and the open process groups."""
-        return StoreStatus(instance=self.instance, copies=self._copies.status(), groups=self._receivers.names)
+        """Return the versions, the snapshots and the open process groups."""
+        return StoreStatus(
+            instance=self.instance, copies=self._copies.status(), groups=self._receivers.names, committed=self._committed,
+            snapshots=self._snapshots.status() if self._snapshots is not None else None,
+        )  # fmt: skip
+
+    def get(self, update: str) -> Copy | None:
+        """Return the copy of an update that readers with its ticket may read: in memory, or a snapshot; None if there is none."""
+        return self._copies.get(update) or self._readable.get(update)
 
     async def open(self, request: StoreOpenRequest) -> None:
         """Begin a version. May be repeated.
@@ -73,14 +94,16 @@ class Store:
             StagedError: The shards are malformed or too large, or there is no space. Nothing is left of the version.
             RefusedError: The version has other shards already, or its update has failed.
         """
-        await self.drop([*request.keep, request.update])
+        await self.drop([*request.keep, request.update, *filter(None, [request.source])])
         known = self._copies.get(request.update)
         if known is None:
             self._check_failure(request.update)
         elif known.index.shards != request.shards:
             raise _conflict(f"Update {request.update} has begun already, with other shards.")
         copy = self._copies.open(request.update, request.ticket, request.size_limit)
-        if known is None:
+        if known is None and request.source:
+            await self._bring_again(copy, request)
+        elif known is None:
             await self._add_shards(copy, request.shards)
         if request.upload_ticket:
             self.uploads.allow(request.update, request.upload_ticket, request.upload_seconds)
@@ -160,20 +183,75 @@ class Store:
         """
         await self.drop([*request.keep, request.update])
         self._failures.pop(request.update, None)
-        await self._fetcher.fetch(request)
+        if request.parents:
+            await self._fetcher.fetch(request)
+            return
+        snapshots = self._require_snapshots()
+        source = await snapshots.open(request.update)
+        try:
+            await self._fetcher.fetch(request, source)
+        except StagedError as error:
+            if error.fault is StagedFault.WRONG_DIGEST:
+                snapshots.note_damage(request.update, str(error))
+            await self._delete(request.update)
+            raise
+
+    async def commit(self, request: StoreCommitRequest) -> None:
+        """Note that a version is committed, and write its snapshot in the background if one is due. May be repeated.
+
+        Raises:
+            RefusedError: There is no such version, or it is not complete.
+        """
+        copy = self._find(request.update)
+        if not copy.is_complete:
+            raise _conflict(f"The version of update {request.update} is not complete.")
+        if self._snapshots is not None:
+            await self._snapshots.commit(request, copy)
+        self._committed = request.update
+
+    async def read(self, request: StoreReadRequest) -> StoreReadReply:
+        """Let readers with a ticket read a complete version, in memory or on the volume, and describe it.
+
+        Raises:
+            RefusedError: There is no such version.
+            StagedError: The snapshot is damaged.
+        """
+        copy = self._copies.get(request.update)
+        if copy is not None and copy.is_complete:
+            if request.ticket:
+                self._copies.open(request.update, request.ticket, copy.size_limit)
+        else:
+            copy = await self._require_snapshots().open(request.update, request.ticket)
+            if request.ticket:
+                self._readable[request.update] = copy
+                self._readable.move_to_end(request.update)
+                while len(self._readable) > _MAX_READABLE:
+                    self._readable.popitem(last=False)
+        end = copy.index.end
+        if end is None:
+            raise _conflict(f"The version of update {request.update} is not complete.")
+        return StoreReadReply(shards=copy.index.shards, version=copy.version, digest=end.digest, bytes=end.bytes)
+
+    async def verify(self, request: StoreVerifyRequest) -> StoreVerifyReply:
+        """Read all files of a snapshot, and compare them with their digests. Raises RefusedError if there is no such snapshot."""
+        return StoreVerifyReply(problems=await self._require_snapshots().verify(request.update, request.deadline))
 
     async def drop(self, keep: Iterable[str]) -> None:
         """Delete all versions but these."""
         kept = set(keep)
         await self._fetcher.keep(kept)
+        if self._snapshots is not None:
+            await self._snapshots.drop(kept)
         await self._copies.keep(kept)
         self.uploads.forget(kept)
         for update in [each for each in self._confirmations if each not in kept]:
             del self._confirmations[update]
 
     async def close(self) -> None:
-        """Leave all process groups, and end all copies from agents."""
+        """Leave all process groups, and end all copies and snapshots that are under way."""
         await self._fetcher.keep(set())
+        if self._snapshots is not None:
+            await self._snapshots.close()
         await self._receivers.close()
 
     async def _add_shards(self, copy: Copy, shards: list[Shard]) -> None:
@@ -183,6 +261,41 @@ class Store:
         except StagedError:
             await self._delete(copy.update)
             raise
+
+    async def _bring_again(self, copy: Copy, request: StoreOpenRequest) -> None:
+        """Take the version of an earlier update: at once if it is in memory, or in the background from its snapshot."""
+        try:
+            source = self._copies.get(request.source)
+            if source is not None and source.is_complete:
+                copy.link(source)
+                await self.drop([*request.keep, request.update])
+                return
+            await self.drop([*request.keep, request.update])
+            source = await self._require_snapshots().open(request.source)
+            await self._add_shards(copy, source.index.shards)
+        except (StagedError, RefusedError):
+            await self._delete(copy.update)
+            raise
+        task = asyncio.create_task(self._load(copy, source, request.upload_seconds), name=f"load of update {source.update}")
+        self._loads.add(task)
+        task.add_done_callback(self._loads.discard)
+
+    async def _load(self, copy: Copy, source: Copy, seconds: float) -> None:
+        try:
+            await self._fetcher.load(copy, source, seconds)
+        except (StagedError, OSError) as error:
+            if copy.is_deleted:
+                return
+            if isinstance(error, StagedError) and error.fault is StagedFault.WRONG_DIGEST and self._snapshots is not None:
+                self._snapshots.note_damage(source.update, str(error))
+            await self._fail(copy.update, str(error))
+
+    def _require_snapshots(self) -> Snapshots:
+        """Return the snapshots. Raises RefusedError if the store has none."""
+        if self._snapshots is None:
+            message = "The weight store has no such version, and writes no snapshots (weights.store.snapshots)."
+            raise RefusedError(Refusal(RefusalCode.NOT_FOUND, message))
+        return self._snapshots
 
     def _confirmer(self, copy: Copy, shard: int) -> Callable[[int], None]:
         """Return a function that enters the pieces of a shard into the index, given how many of its bytes have arrived."""

@@ -246,9 +246,7 @@ def _publish(job: Job, check_cancelled: CancelCheck) -> Snapshot:
         )  # fmt: skip
 
     name = folder_name(job.version.run, job.version.step, job.version.label)
-    return publish(
-        job.directory, name, keep=job.keep, write=lambda folder: _write_model(job, folder, check_cancelled), describe=describe
-    )
+    return publish(job.directory, name, keep=job.keep, write=lambda folder: _write_model(job, folder, check_cancelled), describe=describe)
 
 
 def _write_model(job: Job, folder: Path, check_cancelled: CancelCheck) -> dict[str, FileEntry]:

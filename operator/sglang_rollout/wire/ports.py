@@ -97,7 +97,7 @@ MEMBER_STAGE = "/agent/member/stage"  # POST StageRequest -> MemberStageReply: c
 MEMBER_ATTEMPT = "/agent/member/attempt"  # POST AttemptRequest -> AttemptReply: prepare a load of a copy by the ranks of the pod
 MEMBER_VERDICTS = "/agent/member/verdicts"  # POST AttemptRequest -> AttemptReply: what these ranks have done
 
-# Paths of the weight store on STORE_PORT. All but the first need the store's credential; every answer is a StoreStatus.
+# Paths of the weight store on STORE_PORT. All but two need the store's credential; an answer without another type is a StoreStatus.
 STORE_HEALTH = "/store/health"  # (open) GET 200: the store runs
 STORE_METRICS = "/store/metrics"  # (open) GET Prometheus text
 STORE_STATUS = "/store/status"  # POST {}
@@ -109,6 +109,10 @@ STORE_RECEIVE = "/store/receive"  # POST StoreReceiveRequest
 STORE_SEAL = "/store/seal"  # POST StoreSealRequest
 STORE_DROP = "/store/drop"  # POST StoreDropRequest
 STORE_FETCH = "/store/fetch"  # POST StageRequest with a digest: copy a version from agents that hold it; answered when it is complete
+
+STORE_COMMIT = "/store/commit"  # POST StoreCommitRequest: this version is committed; a snapshot may be due
+STORE_READ = "/store/read"  # POST StoreReadRequest -> StoreReadReply
+STORE_VERIFY = "/store/verify"  # POST StoreVerifyRequest -> StoreVerifyReply; answered when all files have been read
 
 # Paths on STAGING_PORT. {update} is the ID of an update.
 STAGED = "/staged"  # GET {STAGED}/{update}/index?from=N&wait=S -> IndexReply; GET {STAGED}/{update}/pieces/{shard}/{piece} -> bytes

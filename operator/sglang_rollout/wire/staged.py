@@ -12,8 +12,8 @@ from pydantic import Field
 from sglang_rollout.wire import Message
 from sglang_rollout.wire.agent import AckRequest
 from sglang_rollout.wire.reasons import Refusal
+from sglang_rollout.wire.states import SnapshotsState, Version
 from sglang_rollout.wire.states import StagedCopy as StagedCopy  # noqa: PLC0414 - statuses of agents have copies, too
-from sglang_rollout.wire.states import Version
 
 PIECE_BYTES = 16 * 2**20
 """Bytes of a piece; the last piece of a shard may be shorter."""
@@ -84,7 +84,7 @@ class StageRequest(Message):
     version: Version | None = None
     """The version; None while its label is not known."""
     parents: list[str]
-    """URLs of the data ports to copy from, in this order. The last one is the store."""
+    """URLs of the data ports to copy from, in this order. The last one is the store. Empty, for the store only: it loads its snapshot."""
     ticket: str
     """Ticket that the parents demand."""
     keep: list[str] = Field(default_factory=list)
@@ -180,6 +180,8 @@ class StoreOpenRequest(Message):
     size_limit: int = Field(ge=1)
     shards: list[Shard] = Field(default_factory=list)
     """All shards of an upload. Shards from a process group are added as their tensors are announced."""
+    source: str = ""
+    """ID of the update whose version the store itself brings again, from its memory or from a snapshot; empty: an uploader sends it."""
     keep: list[str] = Field(default_factory=list)
     """Updates whose versions stay. All others are deleted."""
 
@@ -220,6 +222,51 @@ class StoreDropRequest(Message):
     keep: list[str]
 
 
+class StoreCommitRequest(Message):
+    """Note that a complete version is committed, and write a snapshot of it if one is due. May be repeated."""
+
+    update: str = Field(pattern=UPDATE_PATTERN)
+    version: Version
+    author: str = ""
+    """Caller that pushed the version; empty: not known."""
+    epoch: int = 0
+    """Epoch of the fleet."""
+    fleet_id: str = ""
+    """ID of the fleet."""
+
+
+class StoreReadRequest(Message):
+    """Let readers with a ticket read a version at the data port, also one that is only a snapshot."""
+
+    update: str = Field(pattern=UPDATE_PATTERN)
+    ticket: str = ""
+    """Ticket that the readers present; empty: nobody reads, and the call only describes the version."""
+
+
+class StoreReadReply(Message):
+    """A version of the store."""
+
+    shards: list[Shard]
+    version: Version | None = None
+    digest: str
+    bytes: int
+
+
+class StoreVerifyRequest(Message):
+    """Read all files of a snapshot, and compare them with their digests."""
+
+    update: str = Field(pattern=UPDATE_PATTERN)
+    deadline: float = Field(default=600.0, gt=0)
+    """Seconds after which the store gives up."""
+
+
+class StoreVerifyReply(Message):
+    """Result of a check of a snapshot."""
+
+    problems: list[str] = Field(default_factory=list)
+    """What differs, as sentences; empty if the snapshot is sound."""
+
+
 class StoreStatus(Message):
     """State of the store: the reply to every call of the coordinator."""
 
@@ -227,6 +274,10 @@ class StoreStatus(Message):
     """Identifies one run of the store's process: process groups and unfinished versions end with it."""
     copies: list[StagedCopy] = Field(default_factory=list)
     groups: list[str] = Field(default_factory=list)
+    committed: str = ""
+    """ID of the update whose version the coordinator last named as committed; empty: it named none to this process."""
+    snapshots: SnapshotsState | None = None
+    """The snapshots; None: the store writes none."""
 
 
 class UploadStatus(Message):

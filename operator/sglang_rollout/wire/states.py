@@ -43,6 +43,41 @@ class StagedCopy(Message):
     """Digest of the version once it is complete; empty before."""
 
 
+class Snapshot(Message):
+    """A version on the volume of the weight store's snapshots."""
+
+    update: str
+    """ID of the update that sent it."""
+    version: Version
+    digest: str
+    """Digest of the version."""
+    bytes: int
+    """Bytes of all tensors."""
+    author: str = ""
+    """Caller that pushed it; empty: not known."""
+    created: str = ""
+    """When it was written: RFC 3339, UTC."""
+    problem: str = ""
+    """Why the snapshot cannot be used, as a sentence; empty if no problem is known."""
+
+
+class SnapshotsState(Message):
+    """The snapshots of the weight store."""
+
+    snapshots: list[Snapshot] = Field(default_factory=list)
+    """All snapshots, oldest first."""
+    writing: str = ""
+    """ID of the update whose version is being written; empty: none."""
+    failures: int = 0
+    """Snapshots that could not be written since the store's process started."""
+    message: str = ""
+    """Why the newest snapshot could not be written, as a sentence; empty if it was written."""
+
+    def find(self, update: str) -> Snapshot | None:
+        """Return the usable snapshot of an update; None if there is none."""
+        return next((each for each in self.snapshots if each.update == update and not each.problem), None)
+
+
 class StagedVersion(Message):
     """What identifies the contents of a committed version that came through a weight store."""
 

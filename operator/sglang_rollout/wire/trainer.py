@@ -10,7 +10,7 @@ from sglang_rollout.wire import Message
 from sglang_rollout.wire.agent import Nccl
 from sglang_rollout.wire.ports import WIRE_VERSION
 from sglang_rollout.wire.record import AdapterRow, EndedUpdate, EngineRow, FleetGroup
-from sglang_rollout.wire.states import FleetState, StagedCopy, Version
+from sglang_rollout.wire.states import FleetState, SnapshotsState, StagedCopy, Version
 
 TRANSPORT_STAGED = "Staged"
 """Value of :attr:`FleetDocument.transport`: the fleet takes uploads (``POST /fleet/updates``)."""
@@ -44,8 +44,10 @@ class StoreRow(Message):
     """Identifies one run of the store's process; None while it is not known."""
     copies: list[StagedCopy] = Field(default_factory=list)
     """Versions that it holds; without ``digest`` while they arrive."""
+    snapshots: SnapshotsState | None = None
+    """Its snapshots; None: it writes none (``weights.store.snapshots``)."""
     message: str = ""
-    """Why it could not copy the committed version from the agents, as a sentence; empty if nothing failed."""
+    """Why it could not get the committed version from the agents or from a snapshot, as a sentence; empty if nothing failed."""
 
 
 class Signing(Message):

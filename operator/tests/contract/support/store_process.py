@@ -69,6 +69,10 @@ class StoreProcess:
     port: int = field(default_factory=free_port)
     data_port: int = field(default_factory=free_port)
     term: int = 1
+    options: tuple[str, ...] = ()
+    """Further options of the command."""
+    wrapper: tuple[str, ...] = ()
+    """Command that starts the store's command."""
     process: subprocess.Popen[bytes] | None = None
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(8))
 
@@ -83,9 +87,11 @@ class StoreProcess:
     def start(self) -> None:
         (self.folder / "token").write_text(TOKEN)
         command = [
+            *self.wrapper,
             *(self.python or str(environment.python(make=False)), "-m", "sglang_rollout.cli", "store", "--name", "demo-store"),
             *("--listen", f"127.0.0.1:{self.port}", "--data-listen", f"127.0.0.1:{self.data_port}"),
             *("--volume", str(self.volume), "--state-dir", str(self.folder / "state"), "--token-file", str(self.folder / "token")),
+            *self.options,
         ]
         path = os.pathsep.join([str(OPERATOR), os.environ.get("PYTHONPATH", "")])
         with (self.folder / "store.log").open("ab") as log:
@@ -188,9 +194,11 @@ class StoreProcess:
 
 
 @contextmanager
-def store_process(folder: Path, python: str = "") -> Iterator[StoreProcess]:
+def store_process(
+    folder: Path, python: str = "", *, options: tuple[str, ...] = (), wrapper: tuple[str, ...] = ()
+) -> Iterator[StoreProcess]:
     """Run a weight store for the length of the block."""
-    made = StoreProcess(folder, python)
+    made = StoreProcess(folder, python, options=options, wrapper=wrapper)
     made.start()
     try:
         yield made
