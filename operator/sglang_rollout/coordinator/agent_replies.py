@@ -23,6 +23,7 @@ from sglang_rollout.wire.ports import (
     AGENT_SIGNATURE,
     AGENT_STAGE,
     AGENT_SYNC,
+    STORE_COMMIT,
     STORE_DROP,
     STORE_FETCH,
     STORE_JOIN,
@@ -37,7 +38,9 @@ from sglang_rollout.wire.reasons import RefusalCode
 from sglang_rollout.wire.staged import ActivateReply, StoreStatus
 
 MAX_MESSAGE_CHARACTERS = 2000
-STORE_PATHS = frozenset({STORE_STATUS, STORE_OPEN, STORE_JOIN, STORE_LEAVE, STORE_RECEIVE, STORE_SEAL, STORE_DROP, STORE_FETCH})
+STORE_PATHS = frozenset(
+    {STORE_STATUS, STORE_OPEN, STORE_JOIN, STORE_LEAVE, STORE_RECEIVE, STORE_SEAL, STORE_DROP, STORE_FETCH, STORE_COMMIT}
+)
 """Paths that the weight store answers with its status."""
 REPLIES: Mapping[str, type[AgentStatus | PreflightReply | CheckpointReply | ActivateReply | StoreStatus]] = {
     **dict.fromkeys((AGENT_SYNC, AGENT_RUN, AGENT_SIGNATURE, AGENT_ACK, AGENT_FENCE, AGENT_STAGE), AgentStatus),

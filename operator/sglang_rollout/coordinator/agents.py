@@ -16,7 +16,7 @@ import aiohttp
 from tenacity import AsyncRetrying, RetryError, retry_if_exception_type, stop_after_delay, wait_exponential
 
 from sglang_rollout.coordinator.agent_replies import parse_json, parse_result
-from sglang_rollout.coordinator.tickets import complete_bodies, upload_ticket
+from sglang_rollout.coordinator.tickets import complete_bodies, read_ticket, upload_ticket
 from sglang_rollout.coordinator.update.events import Result, Send
 from sglang_rollout.coordinator.update.requests import Body
 from sglang_rollout.coordinator.update.steps import SLOWEST_FACTOR
@@ -131,6 +131,12 @@ class Agents:
         if self._key is None:
             raise RuntimeError("a coordinator without the rollout's key gives no tickets")
         return upload_ticket(self._key, update)
+
+    def read_ticket(self, update: str) -> str:
+        """Return the ticket for readers of a version."""
+        if self._key is None:
+            raise RuntimeError("a coordinator without the rollout's key gives no tickets")
+        return read_ticket(self._key, update)
 
     async def poll_store(self) -> StoreStatus | None:
         """Return the status of the weight store; None if it does not answer."""

@@ -316,6 +316,7 @@ def front_config(params: FrontParams) -> str:
         store=params.store,
         store_limit=max(8, params.maxconn // 16),
         updates_path=ports.FLEET_UPDATES,
+        staged_path=ports.STAGED,
         batch_paths=" ".join(_BATCH_PATHS),
         direct_paths=" ".join(DIRECT_PATHS),
         batch_limit=max(8, params.maxconn // 2),

@@ -16,6 +16,7 @@ from sglang_rollout.coordinator.update import adapters as lora
 from sglang_rollout.coordinator.update.membership import why_incomplete
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.signatures import next_signing
+from sglang_rollout.coordinator.update.snapshots import why_lost
 from sglang_rollout.sglang.api import MODEL_INFO, MODELS, SERVER_INFO
 from sglang_rollout.wire.access import CALLER_HEADER, RELAYED_CALLER_HEADER, PathKind
 from sglang_rollout.wire.agent import CheckpointRequest
@@ -93,8 +94,9 @@ def _store_row(fleet: Fleet) -> StoreRow | None:
     store = fleet.store
     if store is None:
         return None
-    copies = store.status.copies if store.status is not None else []
-    return StoreRow(up=store.is_up, instance=store.instance, copies=copies, message=store.note)
+    copies, snapshots = (store.status.copies, store.status.snapshots) if store.status is not None else ([], None)
+    message = " ".join(filter(None, [store.note, why_lost(fleet)]))
+    return StoreRow(up=store.is_up, instance=store.instance, copies=copies, snapshots=snapshots, message=message)
 
 
 async def make_server_info(parts: Parts) -> dict[str, Any]:

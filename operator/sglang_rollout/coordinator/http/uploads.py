@@ -1,30 +1,48 @@
-"""Routes of uploads (transport Staged): begin, commit and withdraw. The pieces go to the weight store, never through the coordinator."""
+"""Routes of versions in the weight store (transport Staged): uploads, an earlier version as a new one, and reads.
+
+The pieces go to the weight store and come from there, never through the coordinator.
+"""
 
 from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Any
 
 from aiohttp import web
 
 from sglang_rollout.coordinator.http import dialects
-from sglang_rollout.coordinator.http.app import CALLER, PARTS
+from sglang_rollout.coordinator.http.app import CALLER, PARTS, Parts
 from sglang_rollout.coordinator.http.control import answer_to, reply_to
-from sglang_rollout.coordinator.update.requests import WithdrawUpload
-from sglang_rollout.wire.ports import FLEET_UPDATES
+from sglang_rollout.coordinator.update.requests import Body, Upload, WithdrawUpload
+from sglang_rollout.coordinator.update.store import STORE
+from sglang_rollout.coordinator.update.versions import MAX_LABEL_CHARACTERS
+from sglang_rollout.staging.choose import NoSuchVersionError, choose_version
+from sglang_rollout.wire.ports import FLEET_UPDATES, STAGED, STORE_READ, STORE_VERIFY
 from sglang_rollout.wire.reasons import RefusedError, quote_value
-from sglang_rollout.wire.staged import UPDATE_PATTERN
+from sglang_rollout.wire.staged import UPDATE_PATTERN, StoreReadReply, StoreReadRequest, StoreVerifyReply, StoreVerifyRequest
+from sglang_rollout.wire.states import Version
+from sglang_rollout.wire.trainer import ControlReply
 
 AT_STORE = (
-    "{path}: the weight store takes the pieces of an upload and reports its state. The fleet's URL sends these calls there; the"
+    "{path}: the weight store takes and gives the pieces of versions and reports their state. The fleet's URL sends these calls there; the"
     " coordinator itself does not."
 )
+READ_SECONDS = 30.0
+"""Deadline of the call that describes a version: a snapshot's index is read from its volume."""
+VERIFY_SECONDS = 600.0
+"""Deadline of the check of one snapshot."""
+MARGIN_SECONDS = 5.0
+"""How much later than the store itself the coordinator gives up."""
 
 
 async def open_upload(request: web.Request) -> web.Response:
-    """``POST /fleet/updates``. The answer has the ticket that the weight store demands of the uploader."""
-    asked = dialects.upload(dialects.parse(await request.read()))
-    parts = request.app[PARTS]
+    """``POST /fleet/updates``. The answer has the ticket that the weight store demands of the uploader.
+
+    With ``from`` the weight store itself brings an earlier version again.
+    """
+    body, parts = dialects.parse(await request.read()), request.app[PARTS]
+    asked = await _ask_again(parts, body) if dialects.FROM in body else dialects.upload(body)
     answer = await parts.driver.ask(asked, str(request[CALLER]))
     if answer.success:
         ticket = parts.agents.upload_ticket(str(answer.fleet["update"]))
@@ -41,6 +59,70 @@ async def withdraw_upload(request: web.Request) -> web.Response:
     """``DELETE /fleet/updates/{update}``."""
     await request.read()
     return await reply_to(request, WithdrawUpload(_update(request)))
+
+
+async def read_version(request: web.Request) -> web.Response:
+    """``POST /fleet/updates/{update}/read``: a ticket for the index and the pieces of a complete version."""
+    await request.read()
+    parts, update = request.app[PARTS], _update(request)
+    ticket = parts.agents.read_ticket(update)
+    found = await _describe_version(parts, update, ticket)
+    version = found.version.model_dump(mode="json") if found.version is not None else None
+    details = {"update": update, "ticket": ticket, "digest": found.digest, "bytes": found.bytes, "version": version}
+    reply = ControlReply(success=True, message=f"Read the index and the pieces below {STAGED}/{update}.", fleet=details)
+    return web.json_response(reply.model_dump(mode="json", exclude_none=True))
+
+
+async def verify_snapshot(request: web.Request) -> web.Response:
+    """``POST /fleet/updates/{update}/verify``: the weight store reads all files of a snapshot and compares them with their digests."""
+    await request.read()
+    body = StoreVerifyRequest(update=_update(request), deadline=VERIFY_SECONDS).model_dump(mode="json")
+    found = StoreVerifyReply.model_validate(await _call_store(request.app[PARTS], STORE_VERIFY, body, VERIFY_SECONDS + MARGIN_SECONDS))
+    message = " ".join(found.problems) or "All files have their digests."
+    reply = ControlReply(success=not found.problems, message=message, fleet={"problems": found.problems})
+    return web.json_response(reply.model_dump(mode="json", exclude_none=True))
+
+
+async def _ask_again(parts: Parts, body: dialects.Fields) -> Upload:
+    """Return the request that makes an earlier version a new one. Raises RefusedError if the store does not have that version."""
+    name, label = dialects.restore(body)
+    status = parts.machine.fleet.store.status if parts.machine.fleet.store is not None else None
+    if status is None:
+        raise RefusedError(
+            f"{FLEET_UPDATES}: the weight store does not answer, or the fleet has none (weights.transport Staged).", status=503
+        )
+    known: dict[str, Version | None] = {copy.update: copy.version for copy in status.copies if copy.digest}
+    known |= {each.update: each.version for each in (status.snapshots.snapshots if status.snapshots else []) if not each.problem}
+    try:
+        update = choose_version(name, known)
+    except NoSuchVersionError as error:
+        raise RefusedError(f"from: {error}", status=404) from None
+    found = await _describe_version(parts, update)
+    version = found.version or known[update]
+    return Upload(tuple(found.shards), label or _label_again(parts, version), source=update)
+
+
+def _label_again(parts: Parts, version: Version | None) -> str:
+    """Return the label of a version that is served again: the earlier label, and the new step."""
+    earlier = re.sub(r"-restored-\d+$", "", version.label) if version is not None else "version"
+    step = parts.machine.fleet.weights.next_version("restored").step
+    return f"{earlier[: MAX_LABEL_CHARACTERS - 32]}-restored-{step}"
+
+
+async def _describe_version(parts: Parts, update: str, ticket: str = "") -> StoreReadReply:
+    body = StoreReadRequest(update=update, ticket=ticket).model_dump(mode="json")
+    return StoreReadReply.model_validate(await _call_store(parts, STORE_READ, body, READ_SECONDS))
+
+
+async def _call_store(parts: Parts, path: str, body: Body, seconds: float) -> Any:
+    """Return the answer of the weight store to a read. Raises RefusedError with its refusal."""
+    if parts.machine.fleet.store is None:
+        raise RefusedError("This fleet has no weight store (weights.transport: Staged).", status=404)
+    status, answer = await parts.agents.ask(STORE, path, body, seconds)
+    if status == 200:
+        return answer
+    message = answer.get("message") if isinstance(answer, dict) else answer
+    raise RefusedError(f"The weight store: {message}", status=status if status in (404, 409) else 502)
 
 
 async def refuse_at_store(request: web.Request) -> web.Response:
@@ -60,7 +142,11 @@ def _update(request: web.Request) -> str:
 routes = [
     web.post(FLEET_UPDATES, open_upload),
     web.post(f"{FLEET_UPDATES}/{{update}}/commit", commit_upload),
+    web.post(f"{FLEET_UPDATES}/{{update}}/read", read_version),
+    web.post(f"{FLEET_UPDATES}/{{update}}/verify", verify_snapshot),
     web.delete(f"{FLEET_UPDATES}/{{update}}", withdraw_upload),
     web.get(f"{FLEET_UPDATES}/{{update}}", refuse_at_store),
     web.put(f"{FLEET_UPDATES}/{{update}}/pieces/{{shard}}/{{piece}}", refuse_at_store),
+    web.get(f"{STAGED}/{{update}}/index", refuse_at_store),
+    web.get(f"{STAGED}/{{update}}/pieces/{{shard}}/{{piece}}", refuse_at_store),
 ]

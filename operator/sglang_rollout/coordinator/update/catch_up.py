@@ -49,9 +49,12 @@ class _FailedError(Exception):
 
 def find_source(fleet: Fleet) -> Checkpoint | StagedVersion | None:
     """Return where the committed version can be loaded from; None: only the trainer has it."""
-    if fleet.is_staged and fleet.weights.staged is not None:
-        return fleet.weights.staged
-    return find_checkpoint(fleet)
+    version = fleet.weights.staged if fleet.is_staged else None
+    if version is None:
+        return find_checkpoint(fleet)
+    store = fleet.store
+    stored = store is not None and (store.holds(version) or store.is_fetching)
+    return version if stored or holders(fleet, version) else None
 
 
 def find_checkpoint(fleet: Fleet) -> Checkpoint | None:
@@ -185,22 +188,26 @@ async def _rejoin(fleet: Fleet, engine: Engine, version: Version) -> None:
 
 
 def find_for_store(fleet: Fleet) -> StagedVersion | None:
-    """Return the committed version if the weight store lacks it and agents hold it; None if there is nothing to copy now."""
+    """Return the committed version if the weight store lacks it, and agents or a snapshot have it; None if there is nothing to copy now."""
     store, version = fleet.store, fleet.weights.staged
     if not fleet.is_staged or store is None or version is None or not store.is_up or store.is_fetching or fleet.now < store.retry_at:
         return None
     if version.update not in kept_updates(fleet):
         return None  # the open update needs the room
-    return None if store.holds(version) or not holders(fleet, version) else version
+    return version if not store.holds(version) and (holders(fleet, version) or store.has_snapshot(version)) else None
 
 
 async def fill_store(fleet: Fleet, version: StagedVersion) -> Answer:
-    """Copy the committed version into a weight store that lost it. The caller has marked the store ``is_fetching``."""
+    """Copy the committed version into a weight store that lost it. The caller has marked the store ``is_fetching``.
+
+    Agents come first, because they hold it in memory. Every second attempt uses the snapshot, if there is one.
+    """
     store, deadline = fleet.store, fleet.policy.deadlines.stage_seconds
     if store is None:
         raise RuntimeError("there is no weight store to copy into")
+    parents = [] if store.tries % 2 and store.has_snapshot(version) else holders(fleet, version)[:MAX_PEERS]
     try:
-        body = stage_body(fleet, version.update, holders(fleet, version)[:MAX_PEERS], digest=version.digest, version=fleet.committed)
+        body = stage_body(fleet, version.update, parents, digest=version.digest, version=fleet.committed)
         result = (await send(STORE_FETCH, {STORE: body}, deadline + CHECKPOINT_MARGIN_SECONDS))[STORE]
     finally:
         store.is_fetching = False
@@ -209,7 +216,8 @@ async def fill_store(fleet: Fleet, version: StagedVersion) -> Answer:
         return Answer(200, "The weight store holds the committed version again.")
     pause = min(FIRST_RETRY_SECONDS * 2**store.tries, LONGEST_RETRY_SECONDS)
     store.tries, store.retry_at = store.tries + 1, fleet.now + pause
-    store.note = f"it could not copy the committed version from the agents: {result.message.rstrip('.')}. It tries again in {pause:.0f} s."
+    source = "copy the committed version from the agents" if parents else "load the committed version from its snapshot"
+    store.note = f"it could not {source}: {result.message.rstrip('.')}. It tries again in {pause:.0f} s."
     return Answer(500, f"the weight store: {store.note}")
 
 

@@ -44,6 +44,7 @@ from sglang_rollout.coordinator.update.lease import find_refusal, is_holder, is_
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.phases import Phase
 from sglang_rollout.coordinator.update.requests import Answer, Request
+from sglang_rollout.coordinator.update.snapshots import find_untold, tell_store
 from sglang_rollout.coordinator.update.steps import COLLECTIVE, Operation, Results, Say, Step, Turn, turn
 from sglang_rollout.coordinator.update.trainer import Trainer, probe_stores, trainer_stores
 from sglang_rollout.coordinator.update.upkeep import Upkeep
@@ -324,6 +325,10 @@ class Machine:
         if missing is not None and self.fleet.store is not None:
             self.fleet.store.is_fetching = True
             self._advance(_Running(fill_store(self.fleet, missing)), None)
+        untold = find_untold(self.fleet) if self._turn is None else None
+        if untold is not None and self.fleet.store is not None:
+            self.fleet.store.is_told = True
+            self._advance(_Running(tell_store(self.fleet, untold)), None)
         while self._turn is None and (name := next_engine(self.fleet)) is not None:
             found = find_source(self.fleet)
             if found is None:

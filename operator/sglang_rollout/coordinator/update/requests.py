@@ -127,6 +127,8 @@ class Upload:
     label: str | None = None
     signed: SignedVersion | None = None
     """The version that the update becomes, signed by the trainer."""
+    source: str = ""
+    """ID of the update whose version the weight store brings again; empty: the trainer sends the pieces."""
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,13 @@ async def begin(fleet: Fleet, ask: Begin, signed: SignedVersion | None = None) -
 
 
 async def _open_update(
-    fleet: Fleet, label: str | None, *, trainer_session: bool = False, signed: SignedVersion | None = None, shards: Iterable[Shard] = ()
+    fleet: Fleet,
+    label: str | None,
+    *,
+    trainer_session: bool = False,
+    signed: SignedVersion | None = None,
+    shards: Iterable[Shard] = (),
+    source: str = "",
 ) -> StagedUpdate:
     """Open an update at the weight store, and let the agents copy while its tensors arrive. Raises RefusedError if the store refuses."""
     refuse_unsigned(fleet, signed)
@@ -65,7 +71,9 @@ async def _open_update(
     staged = StagedUpdate(fleet.new_update_id(), require_store(fleet), is_upload=bool(listed))
     fleet.transaction.update = OpenUpdate({}, fleet.now, label, fleet.caller, trainer_session=trainer_session, signed=signed, staged=staged)
     try:
-        body = StoreOpenRequest(update=staged.id, ticket="", size_limit=size_limit(fleet), shards=listed, keep=kept_updates(fleet))
+        body = StoreOpenRequest(
+            update=staged.id, ticket="", size_limit=size_limit(fleet), shards=listed, source=source, keep=kept_updates(fleet)
+        )
         sent = {STORE: body.model_dump(mode="json")}
         result = (await send(STORE_OPEN, sent, fleet.policy.deadlines.pause_seconds, idempotent=True))[STORE]
         if not result.ok:
@@ -136,12 +144,13 @@ async def open_upload(fleet: Fleet, ask: Upload, signed: SignedVersion | None = 
     if signed is not None:
         refuse_other_version(fleet, signed)
     label = signed.label if signed is not None else ask.label or fleet.transaction.label
-    staged = await _open_update(fleet, label, signed=signed, shards=ask.shards)
+    staged = await _open_update(fleet, label, signed=signed, shards=ask.shards, source=ask.source)
     update = fleet.require_update()
     update.bytes = count_bytes(ask.shards)
     update.tensors[(STORE,)] = {tensor.name for shard in ask.shards for tensor in shard.tensors}
     details = {"update": staged.id, "piece_bytes": PIECE_BYTES, "expires_seconds": fleet.policy.deadlines.total_seconds}
-    return Answer(200, f"Upload the pieces, then POST {FLEET_UPDATES}/{staged.id}/commit.", {**details, "version": str(fleet.target())})
+    before = "Wait until no piece is missing" if ask.source else "Upload the pieces"
+    return Answer(200, f"{before}, then POST {FLEET_UPDATES}/{staged.id}/commit.", {**details, "version": str(fleet.target())})
 
 
 async def commit_upload(fleet: Fleet, ask: CommitUpload) -> Answer:

@@ -28,13 +28,19 @@ class Store:
     status_seq: int = 0
     """Sequence number of the newest status. An answer to an earlier poll is ignored."""
     is_fetching: bool = False
-    """True while it copies the committed version from agents."""
+    """True while it copies the committed version from agents, or loads its snapshot."""
     tries: int = 0
     """Failed attempts to copy the committed version."""
     retry_at: float = 0.0
     """When it may try to copy again."""
     note: str = ""
     """Why the last attempt to copy failed, as a sentence; empty if none did."""
+    is_told: bool = False
+    """True while it is told which version is committed."""
+    told_tries: int = 0
+    """Failed attempts to tell it."""
+    tell_at: float = 0.0
+    """When it may be told again."""
 
     @property
     def instance(self) -> str | None:
@@ -55,6 +61,12 @@ class Store:
         """Return True if the store has a complete copy of a version."""
         copy = self.find_copy(version.update)
         return copy is not None and copy.digest == version.digest
+
+    def has_snapshot(self, version: StagedVersion) -> bool:
+        """Return True if the store has a usable snapshot of a version."""
+        snapshots = self.status.snapshots if self.status is not None else None
+        found = snapshots.find(version.update) if snapshots is not None else None
+        return found is not None and found.digest == version.digest
 
     def take(self, status: StoreStatus, seq: int) -> None:
         """Accept a status, unless it describes an earlier state.

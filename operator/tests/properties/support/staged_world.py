@@ -15,6 +15,7 @@ from sglang_rollout.coordinator.update.events import Result, StoreSeen
 from sglang_rollout.coordinator.update.requests import Answer
 from sglang_rollout.coordinator.update.store import STORE
 from sglang_rollout.wire.ports import (
+    STORE_COMMIT,
     STORE_DROP,
     STORE_FETCH,
     STORE_JOIN,
@@ -26,7 +27,7 @@ from sglang_rollout.wire.ports import (
 )
 from sglang_rollout.wire.reasons import RefusalCode
 from sglang_rollout.wire.staged import Shard, StagedTensor, StoreStatus
-from sglang_rollout.wire.states import StagedCopy, Version
+from sglang_rollout.wire.states import Snapshot, SnapshotsState, StagedCopy, Version
 from tests.properties.support.coordinator_world import World
 from tests.properties.support.simulated_agent import NAMES, Copy, Holder, SimulatedAgent, fetch
 
@@ -47,6 +48,12 @@ class SimulatedStore:
     wanted: dict[str, set[str]] = field(default_factory=dict)
     """Tensors of each upload that have not arrived."""
     groups: list[str] = field(default_factory=list)
+    committed: str = ""
+    """Update of the version that the coordinator has named as committed."""
+    snapshots: dict[str, Copy] | None = None
+    """Versions on the volume by update; None: there is no volume."""
+    damaged: set[str] = field(default_factory=set)
+    """Updates whose snapshots cannot be read."""
 
     @property
     def serves_copies(self) -> bool:
@@ -56,6 +63,7 @@ class SimulatedStore:
         """End the process. Nothing that it held remains."""
         self.starts += 1
         self.copies, self.arriving, self.wanted, self.groups, self.answers = {}, {}, {}, [], True
+        self.committed = ""
 
     def upload(self, update: str, tensors: Mapping[str, object]) -> None:
         """Let pieces of an upload arrive."""
@@ -65,7 +73,23 @@ class SimulatedStore:
     def status(self) -> StoreStatus:
         partial = [StagedCopy(update=update, bytes=len(tensors)) for update, tensors in self.arriving.items()]
         whole = [StagedCopy(update=update, version=copy.version, bytes=8, digest=copy.digest) for update, copy in self.copies.items()]
-        return StoreStatus(instance=f"store#{self.starts}", copies=[*whole, *partial], groups=self.groups)
+        return StoreStatus(
+            instance=f"store#{self.starts}",
+            copies=[*whole, *partial],
+            groups=self.groups,
+            committed=self.committed,
+            snapshots=self._snapshots_state(),
+        )
+
+    def _snapshots_state(self) -> SnapshotsState | None:
+        if self.snapshots is None:
+            return None
+        found = [
+            Snapshot(update=update, version=copy.version, digest=copy.digest, bytes=8, problem="damaged" if update in self.damaged else "")
+            for update, copy in self.snapshots.items()
+            if copy.version is not None
+        ]
+        return SnapshotsState(snapshots=found)
 
     def call(self, path: str, body: dict[str, Any], token: object, *, works: bool) -> Result:
         if not self.answers:
@@ -94,10 +118,14 @@ class SimulatedStore:
                 self.arriving[body["update"]].update({tensor["name"]: token for tensor in body["shard"]["tensors"]})
             case _ if path == STORE_SEAL:
                 return self._seal(body)
+            case _ if path == STORE_COMMIT:
+                self.committed = body["update"]
+                if self.snapshots is not None:
+                    self.snapshots[body["update"]] = self.copies[body["update"]]
             case _ if path == STORE_FETCH:
-                found = fetch(self.peers, body)
-                if found is None:
-                    return Result(ok=False, status=502, message="no agent has the version.")
+                found = fetch(self.peers, body) if body["parents"] else (self.snapshots or {}).get(body["update"])
+                if found is None or (not body["parents"] and body["update"] in self.damaged):
+                    return Result(ok=False, status=502, message="no agent and no snapshot has the version.")
                 self._keep(body["keep"])
                 self.copies[body["update"]] = found
         return None

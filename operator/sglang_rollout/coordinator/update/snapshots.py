@@ -1,0 +1,65 @@
+"""Snapshots of the weight store: when it learns of a commit, and what to do when no pod holds the committed version. Pure.
+
+The weight store is told after the update has ended, beside other operations, so no update waits for a snapshot. It is told again after its
+restart. An older version than the committed one is never served by itself: a person or the trainer asks for it.
+"""
+
+from __future__ import annotations
+
+from sglang_rollout.coordinator.update.catch_up import FIRST_RETRY_SECONDS, LONGEST_RETRY_SECONDS
+from sglang_rollout.coordinator.update.model import Fleet
+from sglang_rollout.coordinator.update.requests import Answer
+from sglang_rollout.coordinator.update.staging import holders
+from sglang_rollout.coordinator.update.steps import send
+from sglang_rollout.coordinator.update.store import STORE
+from sglang_rollout.wire.ports import STORE_COMMIT
+from sglang_rollout.wire.staged import StoreCommitRequest
+from sglang_rollout.wire.states import StagedVersion
+
+TELL_SECONDS = 10.0
+"""Deadline of the call. The store answers before it writes."""
+MAX_NAMED_SNAPSHOTS = 5
+"""Snapshots that a message names."""
+
+
+def find_untold(fleet: Fleet) -> StagedVersion | None:
+    """Return the committed version if the weight store holds it and does not know that it is committed; None if there is none."""
+    store, version = fleet.store, fleet.weights.staged
+    if not fleet.is_staged or store is None or store.status is None or version is None or fleet.committed is None:
+        return None
+    if not store.is_up or store.is_told or fleet.now < store.tell_at or not store.holds(version):
+        return None
+    return version if store.status.committed != version.update else None
+
+
+async def tell_store(fleet: Fleet, version: StagedVersion) -> Answer:
+    """Tell the weight store which version is committed. The caller has marked the store ``is_told``."""
+    store, committed = fleet.store, fleet.committed
+    if store is None or committed is None:
+        raise RuntimeError("there is no weight store, or no committed version, to tell of")
+    body = StoreCommitRequest(
+        update=version.update, version=committed, author=fleet.weights.author, epoch=fleet.epoch, fleet_id=fleet.weights.fleet_id
+    )
+    try:
+        result = (await send(STORE_COMMIT, {STORE: body.model_dump(mode="json")}, TELL_SECONDS))[STORE]
+    finally:
+        store.is_told = False
+    if result.store is not None and result.store.committed == version.update:
+        store.told_tries = 0
+        return Answer(200, f"The weight store knows that version {committed} is committed.")
+    store.tell_at = fleet.now + min(FIRST_RETRY_SECONDS * 2**store.told_tries, LONGEST_RETRY_SECONDS)
+    store.told_tries += 1
+    return Answer(500, f"the weight store does not know the committed version: {result.message or 'its answer names another one'}")
+
+
+def why_lost(fleet: Fleet) -> str:
+    """Return that no pod and no usable snapshot has the committed version, and what to do, as sentences; empty if one has it."""
+    store, version = fleet.store, fleet.weights.staged
+    if not fleet.is_staged or store is None or store.status is None or version is None or not store.is_up:
+        return ""
+    if store.holds(version) or store.is_fetching or store.has_snapshot(version) or holders(fleet, version):
+        return ""
+    usable = [each for each in (store.status.snapshots.snapshots if store.status.snapshots else []) if not each.problem]
+    named = ", ".join(f"{each.version} (label {each.version.label})" for each in usable[: -MAX_NAMED_SNAPSHOTS - 1 : -1])
+    lost = f"No pod and no usable snapshot has the committed version {fleet.committed}: push again"
+    return f"{lost}, or serve an earlier version with sglang-rollout weights restore. Snapshots: {named}." if named else f"{lost}."
