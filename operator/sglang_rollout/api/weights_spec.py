@@ -7,6 +7,7 @@ from enum import StrEnum
 from pydantic import Field
 
 from sglang_rollout.api.engine_spec import Resources
+from sglang_rollout.api.network_spec import ABSOLUTE
 from sglang_rollout.api.scheduling_spec import Placement
 from sglang_rollout.api.schema import ApiModel, plain_path, rule, rules, sets_flag, with_rules
 from sglang_rollout.sglang.api import PauseMode
@@ -83,6 +84,32 @@ class Staging(ApiModel):
     """Maximum number of pods that copy a version from the same pod at a time."""
 
 
+class SnapshotVolume(ApiModel):
+    """Volume of the snapshots. One of `claim` and `hostPath`."""
+
+    model_config = with_rules(
+        rule("has(self.claim) != has(self.hostPath)", "weights.store.snapshots.volume takes exactly one of claim and hostPath."),
+    )
+
+    claim: str | None = Field(default=None, min_length=1, max_length=253)
+    """PersistentVolumeClaim in the namespace of this object. The user of the engine's container must be able to write it."""
+    host_path: str | None = Field(
+        default=None, max_length=1024, pattern=ABSOLUTE, json_schema_extra=plain_path("weights.store.snapshots.volume.hostPath")
+    )
+    """Folder of the node, created if it is missing. Only for a weight store that stays on one node (`store.scheduling`)."""
+
+
+class StoreSnapshots(ApiModel):
+    """Committed versions on a volume that outlives all pods."""
+
+    volume: SnapshotVolume
+    """Volume of the snapshots. They lie in the folder `<namespace>/<name>` of it."""
+    every: int = Field(default=1, ge=1, le=1000000)
+    """Versions between two snapshots. A fleet whose pods all end serves again by itself only if its last version was written."""
+    keep_last: int = Field(default=3, ge=1, le=1000)
+    """Number of the newest snapshots that stay. The volume needs room for one more."""
+
+
 class Store(ApiModel):
     """The pod that receives versions from the trainer and feeds the engine pods, with transport `Staged`."""
 
@@ -91,6 +118,8 @@ class Store(ApiModel):
     docs/operations/sizing.md."""
     scheduling: Placement = Placement()
     """Node of the weight store. `spec.scheduling` does not apply to it, because the weight store needs no GPU."""
+    snapshots: StoreSnapshots | None = None
+    """Snapshots of committed versions. Without them a fleet whose pods all end at the same time waits for the next push."""
 
 
 class OnLoss(StrEnum):

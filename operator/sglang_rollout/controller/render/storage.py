@@ -41,11 +41,11 @@ def volumes(rollout: SGLangRollout) -> list[Object]:
     if model.volume:
         # Only a download may create the folder. A missing folder is otherwise a mistake, which the kubelet reports.
         kind = "DirectoryOrCreate" if model.download else "Directory"
-        result.append({"name": MODEL_VOLUME, **_source(model.volume.claim, model.volume.host_path, kind)})
+        result.append({"name": MODEL_VOLUME, **volume_source(model.volume.claim, model.volume.host_path, kind)})
     elif model.download:
         result.append({"name": MODEL_VOLUME, "emptyDir": {}})
     if cache:
-        result.append({"name": CACHE_VOLUME, **_source(cache.claim, cache.host_path, "DirectoryOrCreate")})
+        result.append({"name": CACHE_VOLUME, **volume_source(cache.claim, cache.host_path, "DirectoryOrCreate")})
     return result
 
 
@@ -86,7 +86,14 @@ def _model_mount(rollout: SGLangRollout) -> str:
     return volume.mount_path if volume else MODELS
 
 
-def _source(claim: str | None, host_path: str | None, kind: str) -> Object:
+def volume_source(claim: str | None, host_path: str | None, kind: str) -> Object:
+    """Return the source of a volume: a claim, or a folder of the node.
+
+    Args:
+        claim: Name of a PersistentVolumeClaim; None: a folder of the node.
+        host_path: The folder.
+        kind: Kubernetes' type of the folder, such as ``Directory``.
+    """
     if claim:
         return {"persistentVolumeClaim": {"claimName": claim}}
     return {"hostPath": {"path": host_path, "type": kind}}

@@ -18,6 +18,7 @@ from sglang_rollout.controller.render.hashing import digest
 from sglang_rollout.controller.render.placement import store_placement
 from sglang_rollout.controller.render.resources import own_resources
 from sglang_rollout.controller.render.staging import add_staged_bytes, staged_volume, staging_of
+from sglang_rollout.controller.render.storage import volume_source
 from sglang_rollout.wire.ports import STAGING_PORT, STORE_HEALTH, STORE_PORT
 
 GRACE_SECONDS = 10
@@ -32,6 +33,7 @@ _COPIED_USER = ("runAsNonRoot", "runAsUser", "runAsGroup")
 """Fields of the security context of the engine's container that the store copies."""
 
 _STATE_MOUNT: Object = {"name": "rollout-store", "mountPath": names.STORE_STATE_DIR}
+_SNAPSHOTS_MOUNT: Object = {"name": "rollout-snapshots", "mountPath": names.SNAPSHOTS_DIR}
 _PACKAGE_MOUNT: Object = {"name": "rollout-package", "mountPath": names.PACKAGE_DIR}
 
 _COPY_PACKAGE = (
@@ -118,6 +120,7 @@ def _pod_spec(rollout: SGLangRollout, settings: Settings, staging: Staging) -> O
             {"name": _PACKAGE_MOUNT["name"], "emptyDir": {"sizeLimit": "64Mi"}},
             common.TMP_VOLUME,
             common.control_volume(names.credentials_name(rollout.name), names.store_name(rollout.name)),
+            *_snapshot_volumes(store),
         ],
     }
 
@@ -150,6 +153,7 @@ def _store(rollout: SGLangRollout, staging: Staging, store: Store) -> Object:
             *("--volume", names.STAGED_DIR),
             *("--state-dir", names.STORE_STATE_DIR),
             *("--token-file", names.TOKEN_FILE),
+            *_snapshot_arguments(rollout, store),
         ],
         "env": [common.HOME_ENV, {"name": "PYTHONUNBUFFERED", "value": "1"}, *_network_variables(rollout)],
         "ports": common.container_ports(control=STORE_PORT, data=STAGING_PORT),
@@ -164,8 +168,28 @@ def _store(rollout: SGLangRollout, staging: Staging, store: Store) -> Object:
             {**_PACKAGE_MOUNT, "readOnly": True},
             common.TMP_MOUNT,
             common.CONTROL_MOUNT,
+            *([_SNAPSHOTS_MOUNT] if store.snapshots is not None else []),
         ],
     }
+
+
+def _snapshot_volumes(store: Store) -> list[Object]:
+    """Return the volume of the snapshots; none if the store writes none."""
+    if store.snapshots is None:
+        return []
+    volume = store.snapshots.volume
+    return [{"name": _SNAPSHOTS_MOUNT["name"], **volume_source(volume.claim, volume.host_path, "DirectoryOrCreate")}]
+
+
+def _snapshot_arguments(rollout: SGLangRollout, store: Store) -> list[str]:
+    """Return the arguments about snapshots. Each rollout has a folder of its own, because volumes may be shared."""
+    if store.snapshots is None:
+        return []
+    return [
+        *("--snapshots", f"{names.SNAPSHOTS_DIR}/{rollout.namespace}/{rollout.name}"),
+        *("--snapshots-every", str(store.snapshots.every)),
+        *("--snapshots-keep", str(store.snapshots.keep_last)),
+    ]
 
 
 def _security_context(engine: Object) -> Object:

@@ -9,6 +9,7 @@ import pytest
 from sglang_rollout.coordinator.update import requests as rq
 from sglang_rollout.coordinator.update.events import Send
 from sglang_rollout.coordinator.update.snapshots import why_lost
+from sglang_rollout.coordinator.update.store import STORE
 from sglang_rollout.wire.ports import STORE_COMMIT, STORE_OPEN
 from tests.properties.coordinator.test_staged_updates import serves
 from tests.properties.support.simulated_agent import NAMES
@@ -60,7 +61,7 @@ def test_a_store_that_refuses_the_news_is_asked_again_and_no_push_fails() -> Non
     assert world.do(rq.Begin()).success
     assert world.send_tensors("1").success
     call = world.ask(rq.End())
-    world.drain(failing=STORE_COMMIT)
+    world.drain(failing=STORE_COMMIT, engines=[STORE])
     assert world.answers[call].success
     assert world.store.snapshots == {}
     world.tick(30)
