@@ -17,9 +17,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from sglang_rollout.checkpoints.folder import CancelCheck
+from sglang_rollout.checkpoints.folder import INDEX, CancelCheck
 from sglang_rollout.checkpoints.snapshots import MANIFEST, FileEntry, Manifest, Snapshot, flock, list_snapshots
 
+_COPIED = (".json", ".txt", ".model", ".jinja", ".py", ".tiktoken")
+"""Suffixes of the files that a model needs beside its weights: config, tokenizer, chat template, the model's own code."""
 _CHUNK = 16 * 1024 * 1024
 _WRITING, _REMOVED, _LOCK = ".writing-", ".removed-", ".lock"
 _SPARE_BYTES = 64 * 1024 * 1024
@@ -153,6 +155,15 @@ def write_file(path: Path, parts: Iterable[bytes | memoryview], check_cancelled:
         file.flush()
         os.fsync(file.fileno())
     return FileEntry(bytes=size, sha256=digest.hexdigest())
+
+
+def copy_model_files(model: Path, folder: Path, check_cancelled: CancelCheck = lambda: None) -> dict[str, FileEntry]:
+    """Copy what a model needs beside its weights into a folder."""
+    return {
+        source.name: write_file(folder / source.name, read_chunks(source), check_cancelled)
+        for source in sorted(model.iterdir())
+        if source.is_file() and source.suffix in _COPIED and source.name not in (INDEX, MANIFEST)
+    }
 
 
 def read_chunks(path: Path) -> Iterator[bytes]:

@@ -24,7 +24,7 @@ import click
 from pydantic import ValidationError
 
 from sglang_rollout.api.limits_spec import Limits
-from sglang_rollout.api.weights_spec import Backend, Staging, Transport, Weights
+from sglang_rollout.api.weights_spec import Backend, SnapshotVolume, Staging, Store, StoreSnapshots, Transport, Weights
 from sglang_rollout.credentials import CredentialFile
 from sglang_rollout.local.plan import EngineArg, Folders, Plan, count_ports, parse_engine
 from sglang_rollout.local.sizes import Sizes, SizesError, check_loaders, check_sizes, describe_loader, read_sizes, with_reported_stages
@@ -87,6 +87,13 @@ class NotReadyError(CannotStartError):
     show_default="this Python",
     help="With --transport Staged: Python that runs the weight store. Trainers with process groups need one with torch.",
 )
+@click.option(
+    "--snapshots",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR",
+    show_default="none are written",
+    help="With --transport Staged: folder on a disk for snapshots of committed versions (spec.weights.store.snapshots).",
+)
 @click.option("--policy", type=click.Choice(list(POLICIES)), default="CacheAware", show_default=True, help="Routing policy of smg.")
 @click.option(
     "--pause-mode",
@@ -139,6 +146,7 @@ def command(
     transport: str,
     staging_size_limit: str | None,
     store_python: Path | None,
+    snapshots: Path | None,
     policy: str,
     pause_mode: str,
     weights_json: str,
@@ -166,7 +174,7 @@ def command(
     _check_engines(parsed)
     _check_can_listen(listen, "--listen")
     defaults = {"backend": Backend(backend), "pause_mode": PauseMode(pause_mode), "transport": Transport(transport)}
-    weights = _parse_weights(weights_json, defaults, staging_size_limit)
+    weights = _with_snapshots(_parse_weights(weights_json, defaults, staging_size_limit), snapshots)
     loader = _install_loader(state_dir) if weights.is_staged else None
     found = asyncio.run(_read_sizes(parsed, weights, loader))
     silent = [engine for engine in parsed if engine not in found]
@@ -223,6 +231,21 @@ def _with_staging(weights: Weights, size_limit: str | None) -> Weights:
             "--transport Staged needs no catchUp.disk: an engine that restarts loads a copy of the version. Leave it out"
         )
     return weights.model_copy(update={"staging": staging})
+
+
+def _with_snapshots(weights: Weights, folder: Path | None) -> Weights:
+    """Return the settings with ``--snapshots``."""
+    store = weights.store or Store()
+    if folder is not None and not weights.is_staged:
+        raise click.UsageError("--snapshots belongs to --transport Staged: set the transport, or leave it out")
+    if folder is not None:
+        volume = SnapshotVolume(host_path=str(folder.absolute()))
+        known = store.snapshots
+        kept = StoreSnapshots(volume=volume) if known is None else known.model_copy(update={"volume": volume})
+        return weights.model_copy(update={"store": store.model_copy(update={"snapshots": kept})})
+    if store.snapshots is not None and store.snapshots.volume.host_path is None:
+        raise click.UsageError("weights.store.snapshots.volume needs hostPath without Kubernetes, or pass --snapshots DIR")
+    return weights
 
 
 def _install_loader(state_dir: Path | None) -> Path:

@@ -222,9 +222,18 @@ class Plan:
             *(self.store_python, *_MODULE, "store", "--name", STORE, "--listen", str(store[0]), "--data-listen", str(store[1])),
             *("--volume", str(folders.staged(STORE)), "--state-dir", str(folders.state / STORE)),
             *("--token-file", str(folders.credential(STORE))),
+            *self._snapshot_options(),
         )
         paths = [str(_PACKAGES), *filter(None, [os.environ.get("PYTHONPATH", "")])]
         return [Child(STORE, line, environment={"PYTHONPATH": os.pathsep.join(paths)})]
+
+    def _snapshot_options(self) -> tuple[str, ...]:
+        """Return the arguments of the weight store about snapshots."""
+        wanted = self.weights.store.snapshots if self.weights.store is not None else None
+        if wanted is None or wanted.volume.host_path is None:
+            return ()
+        kept = ("--snapshots-every", str(wanted.every), "--snapshots-keep", str(wanted.keep_last))
+        return ("--snapshots", wanted.volume.host_path, *kept)
 
     def _store_addresses(self) -> tuple[Address, Address] | None:
         """Return the addresses of the weight store for the coordinator and for data; None with another transport."""

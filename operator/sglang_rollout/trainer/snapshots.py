@@ -24,16 +24,16 @@ from sglang_rollout.checkpoints.format import DTYPE_OF_TORCH, build_header
 from sglang_rollout.checkpoints.publish import (
     DirectoryInUseError,
     check_free_space,
+    copy_model_files,
     describe_os_error,
     folder_name,
     lock_directory,
     publish,
-    read_chunks,
     remove_leftovers,
     utc_now,
     write_file,
 )
-from sglang_rollout.checkpoints.snapshots import MANIFEST, FileEntry, Manifest, Snapshot
+from sglang_rollout.checkpoints.snapshots import FileEntry, Manifest, Snapshot
 from sglang_rollout.trainer.calls import Deadline, run_in_background
 from sglang_rollout.trainer.errors import SnapshotFailed
 from sglang_rollout.trainer.tensors import TensorSpec
@@ -41,8 +41,6 @@ from sglang_rollout.wire.states import Version
 
 log = logging.getLogger(__name__)
 
-_COPIED = (".json", ".txt", ".model", ".jinja", ".py", ".tiktoken")
-"""Suffixes of the files that a model needs beside its weights: config, tokenizer, chat template, the model's own code."""
 
 HostBytes = Callable[[Any], memoryview]
 """Copies a tensor's bytes to host memory."""
@@ -250,10 +248,7 @@ def _publish(job: Job, check_cancelled: CancelCheck) -> Snapshot:
 
 
 def _write_model(job: Job, folder: Path, check_cancelled: CancelCheck) -> dict[str, FileEntry]:
-    files = {}
-    for source in sorted(job.model.iterdir()):
-        if source.is_file() and source.suffix in _COPIED and source.name not in (INDEX, MANIFEST):
-            files[source.name] = write_file(folder / source.name, read_chunks(source), check_cancelled)
+    files = copy_model_files(job.model, folder, check_cancelled)
     shards = list(_split_shards(job.tensors, job.shard_bytes))
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
