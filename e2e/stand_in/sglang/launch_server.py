@@ -12,6 +12,7 @@ for name in ("--host", "--port", "--tp-size", "--weight-version"):
     parser.add_argument(name, required=True)
 for flag in ("--enable-lora", "--enable-memory-saver", "--enable-weights-cpu-backup"):
     parser.add_argument(flag, action="store_true")
+parser.add_argument("--custom-weight-loader", default="")
 known, _ = parser.parse_known_args()
 memory = ["--memory-saver"] * known.enable_memory_saver + ["--weights-backup"] * known.enable_weights_cpu_backup
 command(
@@ -26,5 +27,6 @@ command(
         known.weight_version,
         *memory,
         *["--lora"] * known.enable_lora,
+        *(["--custom-weight-loader", known.custom_weight_loader] if known.custom_weight_loader else []),
     ]
 )

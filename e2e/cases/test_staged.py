@@ -1,0 +1,297 @@
+"""Transport Staged on a cluster: uploads, process groups that stay open, and engines and weight stores that restart.
+
+The fleet of real SGLang engines shows that a version reaches the tokens and returns after a restart. Stand-ins, which start in seconds,
+show the same for each pod that can be lost, while clients check the tokens of every answer.
+
+STAGED_UPDATES: number of updates of the trainer that never opens a second process group (6).
+STAGED_ENGINES=sglang: its engines are real.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from e2e import stand_in
+from e2e.cases.actions import ask_engines, document, forward, push, serving
+from e2e.cases.conftest import ready, remove, remove_stand, sample, trainer_pod
+from e2e.cases.stand_in_rollout import StandInRollout
+from e2e.cases.test_faults import member, members, restarts
+from e2e.chaos.tokens import FEW, known
+from e2e.chaos.trainer_process import Trainer
+from e2e.chaos.watch import Watch
+from e2e.kube import Kubectl, Refused, condition, eventually
+
+UPDATES = int(os.environ.get("STAGED_UPDATES", "6"))
+NAME, STAND = "staged", "copies"
+WEIGHTS = {"transport": "Staged", "staging": {"sizeLimit": "32Mi"}}
+TINY = "/models/tiny"
+TRAINER = (Path(__file__).parent / "one_group_trainer.py").read_text()
+_KILL = "kill -KILL $(cat /proc/1/task/1/children)"
+"""Kills the children of a container's first process: no signal from inside the container kills that process itself."""
+
+
+@pytest.fixture(scope="module")
+def staged_fleet(kubectl: Kubectl, operator: Kubectl, client: str) -> Iterator[str]:
+    """Create a rollout of two SGLang engines with transport Staged, and return its name."""
+    remove_stand(kubectl)
+    rollout = sample(NAME)
+    rollout["spec"]["weights"] |= WEIGHTS
+    with fleet_of(kubectl, rollout) as name:
+        yield name
+
+
+@pytest.fixture(scope="module")
+def staged_stand(kubectl: Kubectl, operator: Kubectl) -> Iterator[str]:
+    """Create a rollout of two stand-ins with transport Staged whose images have no root user, and return its name."""
+    remove_stand(kubectl)
+    kubectl("delete", "sglr", NAME, "--ignore-not-found", "--wait=false")
+    kubectl.apply(stand_in.code())
+    rollout = stand_in.rollout(STAND, replicas=2, weights=WEIGHTS)
+    rollout["spec"]["podTemplate"]["spec"]["securityContext"] = {"runAsNonRoot": True}
+    with fleet_of(kubectl, rollout) as name:
+        yield name
+
+
+@contextlib.contextmanager
+def fleet_of(kubectl: Kubectl, rollout: dict[str, Any]) -> Iterator[str]:
+    """Apply a rollout, and wait until it is Ready. Remove it at the end."""
+    name = rollout["metadata"]["name"]
+    remove(kubectl, name)
+    kubectl.apply(rollout)
+    eventually("the rollout is Ready", lambda: ready(kubectl, name), within=300, every=1)
+    yield name
+    remove(kubectl, name)
+
+
+@pytest.fixture
+def url(kubectl: Kubectl, staged_fleet: str) -> Iterator[str]:
+    with kubectl.forward(f"svc/{staged_fleet}-router", 30000) as address:
+        serving(address, 2)
+        yield address
+
+
+@pytest.fixture(scope="module")
+def stand(kubectl: Kubectl, staged_stand: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StandInRollout]:
+    trainer_pod(kubectl, "trainer")
+    with kubectl.forward(f"svc/{staged_stand}-router", 30000) as address:
+        made = StandInRollout(kubectl, staged_stand, address, 2, tmp_path_factory.mktemp("staged"))
+        yield made
+        made.close()
+    kubectl("delete", "pod", "trainer", "--ignore-not-found", "--wait=false")
+
+
+@pytest.fixture(scope="module")
+def uploader(stand: StandInRollout) -> Trainer:
+    return stand.trainer()
+
+
+@pytest.fixture
+def watch(stand: StandInRollout, uploader: Trainer) -> Iterator[Watch]:
+    """Upload a version, and let clients check every answer by its tokens. A wrong answer fails the case."""
+    stand.serve(2)
+    made = Watch(stand.url, {})
+    stand.push(uploader, made)
+    made.start(FEW, FEW)
+    yield made
+    check_answers(made)
+
+
+def check_answers(watch: Watch) -> None:
+    """Stop the clients when they have got some more answers, and assert that all answers were right."""
+    answered = watch.answers
+    eventually("the clients got answers", lambda: watch.answers > answered + 5)
+    watch.stop()
+    assert watch.violations == []
+
+
+def uid(kubectl: Kubectl, pod: str) -> str:
+    return str(kubectl.get("pod", pod)["metadata"]["uid"])
+
+
+def tokens(kubectl: Kubectl, url: str) -> dict[str, tuple[list[int], str]]:
+    """Return what each engine generates, and the version that it names."""
+    return {name: (answer["output_ids"], answer["meta_info"]["weight_version"]) for name, answer in ask_engines(kubectl, url).items()}
+
+
+def events(kubectl: Kubectl, rollout: dict[str, Any]) -> list[str]:
+    """Return the reasons of the Events about a rollout. Events about a deleted one of the same name are left out."""
+    return [event["reason"] for event in kubectl.list("events") if event["involvedObject"].get("uid") == rollout["metadata"]["uid"]]
+
+
+# --- SGLang ------------------------------------------------------------------------------------------------------------
+
+
+def test_an_upload_reaches_every_engine_and_the_status(kubectl: Kubectl, staged_fleet: str, url: str) -> None:
+    before = push(kubectl, staged_fleet, "101", seed=1)["engines"]
+    after = push(kubectl, staged_fleet, "102", seed=2)["engines"]
+    right = forward(kubectl, TINY, 2)
+    assert after == {f"{staged_fleet}-engine-{index}": {"ids": right, "version": "102"} for index in (0, 1)}
+    assert all(before[name]["ids"] != right for name in before)
+    seen = document(url)
+    assert (seen["transport"], seen["world_size"], seen["groups"]) == ("Staged", 2, [])
+    assert {"stage", "canary", "activate"} <= set(seen["last_update"]["phases_ms"]), "the version went through the weight store"
+
+    def row() -> list[str]:
+        _, line = kubectl("get", "sglr", staged_fleet).strip().splitlines()
+        return line.split()[:-1]
+
+    eventually("the columns name the version", lambda: row() == [staged_fleet, "2/2", "2", "102", "0", "Active", "AllServing"])
+    rollout = kubectl.get("sglr", staged_fleet)
+    assert rollout["status"]["weights"]["lastUpdate"]["outcome"] == "Committed"
+    assert condition(rollout, "Degraded")["status"] == "False"
+    found = events(kubectl, rollout)
+    assert "WeightsCommitted" in found
+    assert "EngineLost" not in found, "engines that load a version are not lost"
+
+
+def test_a_fleet_whose_engines_all_end_at_once_serves_its_version_without_a_push(kubectl: Kubectl, staged_fleet: str, url: str) -> None:
+    pushed = push(kubectl, staged_fleet, "103", seed=3)["engines"]
+    pods = [f"{name}-0" for name in pushed]
+    before = [(uid(kubectl, pod), restarts(kubectl, pod, "engine")) for pod in pods]
+    committed = document(url)["committed"]
+    for pod in pods:
+        kubectl.exec(pod, "sh", "-c", _KILL, container="engine")
+    eventually("no engine serves", lambda: document(url)["serving"] == 0)
+    serving(url, 2)
+    assert document(url)["committed"] == committed
+    assert tokens(kubectl, url) == {name: (answer["ids"], "103") for name, answer in pushed.items()}
+    assert [(uid(kubectl, pod), restarts(kubectl, pod, "engine")) for pod in pods] == [(same, count + 1) for same, count in before]
+
+
+# --- stand-ins ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_whose_container_is_killed_loads_the_copy_in_its_pod(kubectl: Kubectl, stand: StandInRollout, watch: Watch) -> None:
+    committed, pod = document(stand.url)["committed"], f"{stand.engine(1)}-0"
+    before = uid(kubectl, pod)
+    kubectl.exec(pod, "sh", "-c", _KILL, container="engine")
+    stand.serve(1)
+    stand.serve(2)
+    assert uid(kubectl, pod) == before
+    assert document(stand.url)["committed"] == committed
+
+
+def test_a_new_pod_copies_the_version_and_serves_it_without_a_push(kubectl: Kubectl, stand: StandInRollout, watch: Watch) -> None:
+    committed, name = document(stand.url)["committed"], stand.engine(0)
+    before = uid(kubectl, f"{name}-0")
+    kubectl("delete", "pod", f"{name}-0", "--grace-period=1", "--wait=false")
+    stand.serve(1)
+    stand.serve(2)
+    assert uid(kubectl, f"{name}-0") != before
+    seen = member(stand.url, name)
+    assert seen["version"] == committed
+    assert [copy["version"] for copy in seen["staged"]] == [committed]
+
+
+def test_a_new_pod_of_the_store_copies_the_version_from_the_engines(
+    kubectl: Kubectl, stand: StandInRollout, uploader: Trainer, watch: Watch
+) -> None:
+    committed, pod = document(stand.url)["committed"], f"{stand.name}-store-0"
+    before, instance = uid(kubectl, pod), document(stand.url)["store"]["instance"]
+    kubectl("delete", "pod", pod, "--grace-period=1", "--wait=false")
+
+    def has_copied() -> bool:
+        store = document(stand.url)["store"]
+        return bool(store["up"]) and store["instance"] != instance and [copy["version"] for copy in store["copies"]] == [committed]
+
+    eventually("the new store has the version", has_copied)
+    assert uid(kubectl, pod) != before
+    assert document(stand.url)["serving"] == 2
+    stand.push(uploader, watch)
+    stand.serve(2)
+
+
+def test_the_store_runs_at_the_restricted_level_of_pod_security(kubectl: Kubectl, staged_stand: str) -> None:
+    """With an image that has no root user: ``podTemplate`` declares it for the engines' image, which the store has, too."""
+    namespace = "restricted"
+    kubectl("create", "namespace", namespace)
+    try:
+        kubectl("label", "namespace", namespace, "pod-security.kubernetes.io/enforce=restricted")
+        pod = kubectl.get("pod", f"{staged_stand}-store-0")
+        spec = {key: value for key, value in pod["spec"].items() if key not in {"nodeName", "serviceAccount", "priority"}}
+        copy = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "store"}, "spec": spec | {"serviceAccountName": "default"}}
+        Kubectl(namespace)("create", "--dry-run=server", "-f", "-", stdin=json.dumps(copy))
+    finally:
+        kubectl("delete", "namespace", namespace, "--wait=false")
+
+
+# --- a process group that stays open -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def open_fleet(kubectl: Kubectl, request: pytest.FixtureRequest) -> tuple[str, str]:
+    """Return the name and the model of the fleet whose trainer opens one process group."""
+    if os.environ.get("STAGED_ENGINES") == "sglang":
+        return request.getfixturevalue("staged_fleet"), TINY
+    return request.getfixturevalue("staged_stand"), "stand-in"
+
+
+@contextlib.contextmanager
+def one_group_trainer(kubectl: Kubectl, client: str, fleet: str, model: str, folder: Path) -> Iterator[Trainer]:
+    """Start a trainer that opens one process group, and never another."""
+    command = ["kubectl", "-n", kubectl.namespace, "exec", "-i", client, "-c", "trainer", "--", "python", "-c", TRAINER]
+    command += [f"http://{fleet}-router:30000", model]
+    made = Trainer(command, folder / "trainer.log", expected=lambda _, tokens: known(json.loads(tokens)))
+    try:
+        yield made
+    finally:
+        with contextlib.suppress(Refused):  # the trainer has ended already
+            kubectl.exec(client, "sh", "-c", f"kill -KILL {made.pid}", container="trainer")
+        made.end()
+
+
+def change(kubectl: Kubectl, fleet: str, url: str, number: int) -> None:
+    """Add, kill or remove engines before the update with this number. Some updates run while engines start."""
+
+    def scale(engines: int) -> None:
+        kubectl("scale", "sglr", fleet, f"--replicas={engines}")
+        eventually(f"the fleet has {engines} engines", lambda: len(members(url)) == engines, every=0.2)
+
+    steps: list[Callable[[], object]] = [
+        lambda: serving(url, len(members(url))),
+        lambda: scale(3),
+        lambda: kubectl.exec(f"{fleet}-engine-0-0", "sh", "-c", _KILL, container="engine"),
+        lambda: serving(url, 3),
+        lambda: scale(1),
+        lambda: scale(2),
+    ]
+    steps[number % len(steps)]()
+
+
+def check_gates(url: str) -> None:
+    """Assert that every open gate has the committed version behind it."""
+    seen = document(url)
+    assert [row for row in seen["members"] if row["gate_open"] and row["version"] != seen["committed"]] == []
+    assert any(row["gate_open"] for row in seen["members"])
+
+
+def test_a_trainer_that_opens_its_process_group_once_updates_engines_that_come_and_go(
+    kubectl: Kubectl, open_fleet: tuple[str, str], client: str, tmp_path: Path
+) -> None:
+    fleet, model = open_fleet
+    run = int(time.time())
+    with kubectl.forward(f"svc/{fleet}-router", 30000) as url, one_group_trainer(kubectl, client, fleet, model, tmp_path) as trainer:
+        serving(url, 2)
+        watch = Watch(url, {})
+        for number in range(UPDATES):
+            change(kubectl, fleet, url, number)
+            label = str(run + number)
+            watch.expected[label] = trainer.begin(label)
+            outcome = trainer.outcome(120)
+            assert outcome["ok"], (number, outcome)
+            watch.committed(label)
+            if not number:
+                watch.start(FEW, FEW)
+            assert document(url)["committed"]["label"] == label
+            check_gates(url)
+        check_answers(watch)
+        assert [group["members"] for group in document(url)["groups"]] == [["weight store"]]
+    kubectl("scale", "sglr", fleet, "--replicas=2")
