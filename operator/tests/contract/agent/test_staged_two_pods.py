@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from sglang_rollout.agent.staged.member_pods import MemberPods
 from sglang_rollout.wire.ports import MEMBER_ATTEMPT, MEMBER_STAGE, MEMBER_VERDICTS, STAGED, TICKET_HEADER
 from sglang_rollout.wire.reasons import GateReason, RefusalCode
+from sglang_rollout.wire.staged import StageRequest
 from sglang_rollout.wire.states import BASE, EngineState
 from tests.contract.support.agent_here import PodHere
 from tests.contract.support.agent_pod import until
@@ -226,13 +228,27 @@ async def test_a_restarted_engine_loads_the_copies_of_its_pods(pair: PairHere, s
 
 
 async def test_an_empty_member_pod_copies_the_committed_version_before_the_engine_loads_it(
-    pair: PairHere, source: Source, caplog: pytest.LogCaptureFixture
+    pair: PairHere, source: Source, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made = source.make(1)
+    made, may_copy, really = source.make(1), asyncio.Event(), MemberPods._stage
     await serve_version(pair.head, source, made)
     close_store(source, made)
     boot = (await pair.head.status()).boot_id
+
+    async def stage_later(members: MemberPods, request: StageRequest, seconds: float) -> None:
+        await may_copy.wait()
+        await really(members, request, seconds)
+
+    monkeypatch.setattr(MemberPods, "_stage", stage_later)
     await pair.recreate_member()
+
+    async def is_up() -> bool:
+        return (await pair.head.status()).boot_id not in (None, boot)
+
+    await until(is_up, SECONDS, "the agent sees the new run of the engine")
+    await asyncio.sleep(1)  # several rounds of the watch
+    assert await pair.head.is_closed()
+    may_copy.set()
     await until(lambda: serves_after(pair, boot, made), SECONDS, "the engine serves the committed version again")
     assert files_of(pair.member.volume / made.update) == files_of(pair.head.volume / made.update)
-    assert "is not loaded from the pod's own copy" not in caplog.text, "the load waits for the copy"
+    assert "is not loaded from the pod's own copy" not in caplog.text, "no load began without the copy"
