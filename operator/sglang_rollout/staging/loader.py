@@ -28,7 +28,7 @@ def load(model: Any, named_tensors: list[tuple[str, Any]]) -> None:
         request = json.loads(named_tensors[0][0])
         shards = _open_shards(request)
         # From here on, a process that is killed leaves this verdict.
-        _write_verdict(request, ok=False, wrote=True, message="The load has begun and has not ended.")
+        _write_verdict(request, ok=False, wrote=True, message="The load has begun and has not ended.", ended=False)
     except Exception as error:  # noqa: BLE001 - raising would end the engine, which is unchanged
         _refuse(request, error)
         return
@@ -81,12 +81,12 @@ def _refuse(request: dict[str, Any], error: Exception) -> None:
         print(f"sglang_rollout_loader: refused ({_describe(error)}), but cannot write the verdict: {_describe(second)}", flush=True)
 
 
-def _write_verdict(request: dict[str, Any], *, ok: bool, wrote: bool, message: str) -> None:
+def _write_verdict(request: dict[str, Any], *, ok: bool, wrote: bool, message: str, ended: bool = True) -> None:
     """Replace the verdict of this rank."""
     rank = _rank()
     path = os.path.join(request["verdicts"], f"rank-{rank}.json")
     new = f"{path}.{os.getpid()}.new"
-    verdict = {"ok": ok, "wrote": wrote, "message": message, "rank": rank, "id": request.get("id", "")}
+    verdict = {"ok": ok, "wrote": wrote, "message": message, "rank": rank, "id": request.get("id", ""), "ended": ended}
     with open(new, "w", encoding="utf-8") as file:
         json.dump(verdict, file)
     os.replace(new, path)

@@ -6,6 +6,7 @@ also if a rank has refused, and ends if a rank raises.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import os
@@ -20,6 +21,8 @@ from sglang_rollout.testing.faults import Fault, Kind, Phase
 from sglang_rollout.testing.policy import Held, Incomplete, read_file
 from sglang_rollout.testing.updates import OUT_OF_MEMORY, PARTIAL, Outcome, Refused, finish, label_update, reported_label, spoil, write
 
+LATER_STAGES_SECONDS = 0.3
+"""Time after the answer at which the ranks of later pipeline stages have loaded: SGLang answers when the first stage has."""
 _HANDLES = (None, "direct", "flattened_bucket")
 """Values of ``load_format`` with which SGLang reads handles of tensors."""
 
@@ -31,10 +34,10 @@ class _Request:
     fields: Mapping[str, Any]
     rank: int
 
-    def write_verdict(self, *, ok: bool, wrote: bool, message: str = "") -> None:
+    def write_verdict(self, *, ok: bool, wrote: bool, message: str = "", ended: bool = True) -> None:
         """Replace the verdict of the rank. Raises OSError."""
         path = Path(self.fields["verdicts"]) / f"rank-{self.rank}.json"
-        verdict = {"ok": ok, "wrote": wrote, "message": message, "rank": str(self.rank), "id": self.fields.get("id", "")}
+        verdict = {"ok": ok, "wrote": wrote, "message": message, "rank": str(self.rank), "id": self.fields.get("id", ""), "ended": ended}
         new = path.with_suffix(".json.new")
         new.write_text(json.dumps(verdict))
         os.replace(new, path)
@@ -114,8 +117,9 @@ def _read_files(fields: Mapping[str, Any]) -> dict[str, Held]:
 
 async def _write(boot: Boot, tensors: Mapping[str, Held], requests: list[_Request]) -> str:
     """Write the tensors, and return why that failed; empty if it did not. Where the real loader raises, the engine ends."""
-    for request in requests:
-        request.write_verdict(ok=False, wrote=True, message="The load has begun and has not ended.")
+    first_stage = [request for request in requests if request.rank < boot.setup.tensor_size]
+    for request in first_stage:
+        request.write_verdict(ok=False, wrote=True, message="The load has begun and has not ended.", ended=False)
     items = list(tensors.items())
     try:
         write(boot, items[: len(items) // 2])
@@ -129,6 +133,16 @@ async def _write(boot: Boot, tensors: Mapping[str, Held], requests: list[_Reques
         for request in requests:
             request.write_verdict(ok=False, wrote=True, message=f"The load broke off: {error}")
         await boot.died(f"the loader raised: {error}")
+    for request in first_stage:
+        request.write_verdict(ok=True, wrote=True)
+    task = asyncio.create_task(_end_later_stages([request for request in requests if request not in first_stage]))
+    boot.calls.add(task)
+    task.add_done_callback(boot.calls.discard)
+    return ""
+
+
+async def _end_later_stages(requests: list[_Request]) -> None:
+    if requests:
+        await asyncio.sleep(LATER_STAGES_SECONDS)
     for request in requests:
         request.write_verdict(ok=True, wrote=True)
-    return ""

@@ -153,6 +153,8 @@ class RankVerdict(Message):
     ok: bool
     wrote: bool
     message: str = ""
+    ended: bool = True
+    """False while the rank still loads."""
 
 
 class AttemptReply(Message):

@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 
 _ANSWER_SECONDS = 3600.0
 """Time for each answer of the engine. The caller's deadline, the lease and /agent/fence end a load earlier."""
+_STAGE_SECONDS, _STAGE_FACTOR = 30.0, 2.0
+"""Time for the load of each later pipeline stage: so many seconds, and so many times as long as the first stage took."""
 _NO_SESSION = b"no weight-update session is open"
 """SGLang's answer to the end of a session that is not open; SGLang has no codes."""
 
@@ -262,6 +264,7 @@ class _Load:
         self._verdicts = verdicts
         self._attempt = attempt
         self._ranks = ranks
+        self._stages = ranks // tensor_size
         payload = loader_payload(loader_request(copy, verdicts.path(attempt), attempt))
         self._body = {
             "serialized_named_tensors": [payload] * tensor_size,
@@ -320,7 +323,9 @@ class _Load:
 
     async def _judge(self, reply: Reply) -> Reply:
         """Return a failure in place of a success that not every rank confirms."""
-        verdicts = await self._verdicts.read(self._attempt, self._ranks)
+        agent, seconds = self._agent, time.monotonic() - self._agent.running_since
+        limit = (self._stages - 1) * (_STAGE_SECONDS + _STAGE_FACTOR * seconds)
+        verdicts = await self._verdicts.read_ended(self._attempt, self._ranks, limit, lambda: agent.state.up)
         return reply if not reply.ok or verdicts.is_loaded else refusal_reply(409, verdicts.message)
 
     async def _fail(self, error: Exception) -> ActivationError:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from sglang_rollout.agent.staged.member_pods import MemberPods
 from sglang_rollout.agent.staged.verdicts import VerdictFolder, Verdicts, join_pods
 from sglang_rollout.wire.staged import ActivateRequest
+
+_STEP_SECONDS = 0.05
 
 
 class Attempts:
@@ -33,6 +37,18 @@ class Attempts:
         if self._members is not None:
             await self._members.open_attempt(attempt, request.update, request.digest)
         return attempt
+
+    async def read_ended(self, attempt: str, ranks: int, seconds: float, is_up: Callable[[], bool]) -> Verdicts:
+        """Return the verdicts of an attempt when every rank has ended its load, the engine has ended, or the time is over.
+
+        SGLang answers when the first pipeline stage has loaded, and only then passes the call to the next stage.
+        """
+        deadline = time.monotonic() + seconds
+        while True:
+            verdicts = await self.read(attempt, ranks)
+            if verdicts.is_ended or not is_up() or time.monotonic() >= deadline:
+                return verdicts
+            await asyncio.sleep(_STEP_SECONDS)
 
     def path(self, attempt: str) -> Path:
         """Return the folder of an attempt, which has the same path in every pod."""

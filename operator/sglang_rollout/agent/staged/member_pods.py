@@ -148,7 +148,7 @@ class MemberPods:
         if refusal is not None:
             yield Verdict(ok=False, wrote=True, message=self._head.name_pod(rank, refusal).message)
         elif reply is not None:
-            yield from (Verdict(found.ok, found.wrote, found.message) for found in reply.verdicts)
+            yield from (Verdict(found.ok, found.wrote, found.message, found.ended) for found in reply.verdicts)
 
     def _join(self, own: StagedCopy) -> StagedCopy:
         """Return the copy of the head pod as that of the whole engine."""

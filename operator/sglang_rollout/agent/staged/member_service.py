@@ -77,7 +77,7 @@ class StagedMember:
         """Return the verdicts of the ranks of this pod."""
         wanted = await read_message(request, AttemptRequest)
         found = (await asyncio.to_thread(self._verdicts.read, wanted.attempt, wanted.ranks)).found
-        verdicts = [RankVerdict(ok=verdict.ok, wrote=verdict.wrote, message=verdict.message) for verdict in found]
+        verdicts = [RankVerdict(ok=verdict.ok, wrote=verdict.wrote, message=verdict.message, ended=verdict.ended) for verdict in found]
         return web.json_response(AttemptReply(refusal=None, verdicts=verdicts).model_dump(mode="json"))
 
 

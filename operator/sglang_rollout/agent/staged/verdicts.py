@@ -32,6 +32,8 @@ class Verdict:
     ok: bool
     wrote: bool
     message: str = ""
+    ended: bool = True
+    """False while the rank still loads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,11 @@ class Verdicts:
     def is_refused(self) -> bool:
         """True if every rank has refused the version before its first write."""
         return self._is_complete and not any(verdict.ok or verdict.wrote for verdict in self.found)
+
+    @property
+    def is_ended(self) -> bool:
+        """True if no verdict is missing, and no rank still loads."""
+        return len(self.found) >= self.ranks and all(verdict.ended for verdict in self.found)
 
     @property
     def message(self) -> str:
@@ -127,7 +134,7 @@ def parse_verdict(text: str | None, attempt: str) -> Verdict | None:
     ok, wrote, message = document.get("ok"), document.get("wrote"), document.get("message")
     if not isinstance(ok, bool) or not isinstance(wrote, bool):
         return None
-    return Verdict(ok, wrote, message if isinstance(message, str) else "")
+    return Verdict(ok, wrote, message if isinstance(message, str) else "", ended=document.get("ended") is not False)
 
 
 def _shorten(message: str) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from e2e.engine import environment, make_engine
 
-from sglang_rollout.staging.payload import LOADER, LOADER_FOLDER
+from sglang_rollout.staging.payload import LOADER, LOADER_FOLDER, LOADER_MODULE
 from sglang_rollout.wire.states import EngineState
 from tests.contract.agent.test_staged_real_engine import make_version, text
 from tests.contract.agent.test_two_pods_real_engine import are_restarted, checksums, server_process
@@ -29,7 +29,7 @@ async def source(tmp_path: Path) -> AsyncIterator[Source]:
         yield made
 
 
-@pytest.fixture(params=[(2, 1), (1, 2)], ids=["tensor", "pipeline"])
+@pytest.fixture(params=[pytest.param((2, 1), id="tensor"), pytest.param((1, 2), id="pipeline", marks=pytest.mark.long)])
 async def pair(engine_environment: None, tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
     tensor, pipeline = request.param
     address = f"127.0.0.1:{free_port()}"
@@ -42,7 +42,16 @@ async def pair(engine_environment: None, tmp_path: Path, request: pytest.Fixture
             member.command, member.env = list(engine.command), {**engine.environment, "PYTHONPATH": path}
             await member.start(made.leader.relay)
         await until(made.runs, 300, "both ranks have loaded", every=0.5)
+        slow_down(made.follower.pod.volume)
         yield made
+
+
+def slow_down(volume: Path) -> None:
+    """Let the ranks of a pod load more slowly than those of the other pod. SGLang imports the loader at the first load."""
+    loader = volume / LOADER_FOLDER / f"{LOADER_MODULE}.py"
+    source = loader.read_text()
+    assert source.count("        model.load_weights(") == 1
+    loader.write_text(source.replace("        model.load_weights(", "        __import__('time').sleep(1)\n        model.load_weights("))
 
 
 async def test_ranks_of_two_pods_load_a_version_and_load_it_again_after_a_pod_was_recreated(pair: Pair, source: Source) -> None:

@@ -115,7 +115,7 @@ def test_a_loaded_version_equals_the_same_version_from_disk(loaded: LoaderEngine
     answer, found = loaded.load(loader_request(staged, verdicts, "first"), verdicts)
     assert answer["success"], answer
     ranks = [str(rank) for rank in range(loaded.ranks)]
-    assert found == [{"ok": True, "wrote": True, "message": "", "rank": rank, "id": "first"} for rank in ranks]
+    assert found == [{"ok": True, "wrote": True, "message": "", "rank": rank, "id": "first", "ended": True} for rank in ranks]
     version = loaded.state()
     assert version != base
     loaded.load_from_disk(environment.model())
