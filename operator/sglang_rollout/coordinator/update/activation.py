@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from sglang_rollout.coordinator.update.membership import is_enough
+from sglang_rollout.coordinator.update.membership import absent_sentence, is_enough, required_engines
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.outcome import (
     FENCED,
@@ -136,10 +136,14 @@ async def _complete(fleet: Fleet, update: Update, staged: StagedUpdate) -> Answe
 
 
 def _require_ready_members(fleet: Fleet) -> list[str]:
-    """Return the engines that can take the version. Raises RefusedError if there is none, or if memory of one is released."""
+    """Return the engines that can take the version. Raises RefusedError if they are too few, or if memory of one is released."""
     members = fleet.members()
     if not members:
         raise RefusedError("No engine of this fleet is up, so none can load the version. The update stays open. Try again.", status=503)
+    least = required_engines(fleet.policy.min_committed, len(fleet.engines), len(members))
+    if len(members) < least:
+        up = f"{len(members)} of {len(fleet.engines)} engines are up, and weights.minCommitted asks for {least}."
+        raise RefusedError(f"{up} {absent_sentence(fleet)} The update stays open. Try again.", status=503)
     released = [name for name, engine in members.items() if engine.released]
     if released:
         reason = f"engine {released[0]} has released memory: call resume_memory_occupation first. The update stays open."

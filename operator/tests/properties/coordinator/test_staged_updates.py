@@ -359,6 +359,20 @@ def test_an_engine_joins_while_an_update_is_open() -> None:
     assert serves(world, "1/2")
 
 
+def test_a_commit_waits_for_as_many_engines_as_the_policy_asks_for() -> None:
+    world = StagedWorld(3, min_committed=2)
+    update = world.open_upload("1").fleet["update"]
+    world.fill_upload(update)
+    for name in ("e1", "e2"):
+        world.agents[name].draining = True
+    world.settle()
+    answer = world.do(rq.CommitUpload(update))
+    assert (answer.status, "1 of 3 engines" in answer.message, "stays open" in answer.message) == (503, True, True)
+    world.agents["e1"].restart()
+    world.settle()
+    assert world.do(rq.CommitUpload(update)).success
+
+
 # --- waiting ---------------------------------------------------------------------------------------------------------
 
 
