@@ -22,6 +22,10 @@ def _is_staged(weights: str) -> str:
     return f"(has({weights}.transport) && {weights}.transport == 'Staged')"
 
 
+_ROLLING = "has(self.activation) && has(self.activation.strategy) && self.activation.strategy == 'Rolling'"
+"""CEL expression of ``spec.weights`` for "engines load staged versions in turn"."""
+
+
 class Backend(StrEnum):
     """Backends of torch.distributed."""
 
@@ -110,6 +114,34 @@ class StoreSnapshots(ApiModel):
     """Number of the newest snapshots that stay. The volume needs room for one more."""
 
 
+class ActivationStrategy(StrEnum):
+    """Order in which engines load a staged version."""
+
+    ALL_AT_ONCE = "AllAtOnce"
+    ROLLING = "Rolling"
+
+
+class Activation(ApiModel):
+    """Load of a staged version into the engines, with transport `Staged`. One engine loads it first in any case."""
+
+    strategy: ActivationStrategy = ActivationStrategy.ALL_AT_ONCE
+    """`AllAtOnce`: the other engines load it together. `Rolling`: in turn; engines that wait generate with the version before, so it needs
+    `versionPolicy: MaxStaleness`."""
+    max_unavailable: int | str = Field(
+        default=1,
+        json_schema_extra={
+            "x-kubernetes-int-or-string": True,
+            **rules(
+                rule(
+                    "type(self) == int ? self >= 1 && self <= 64 : string(self).matches('^([1-9][0-9]?|100)%$')",
+                    'weights.activation.maxUnavailable must be a number of engines from 1 to 64, or a share of them such as "25%".',
+                )
+            ),
+        },
+    )
+    """Engines that load a version at a time, with `Rolling`: a number, or a share of `replicas` such as `25%`, rounded down, at least 1."""
+
+
 class Store(ApiModel):
     """The pod that receives versions from the trainer and feeds the engine pods, with transport `Staged`."""
 
@@ -193,6 +225,18 @@ class Weights(ApiModel):
             " pod or of the weight store. Leave it out.",
             field=".catchUp",
         ),
+        rule(
+            f"!({_ROLLING}) || {_is_staged('self')}",
+            "weights.activation.strategy Rolling needs weights.transport Staged: with another transport all engines receive a version at"
+            " the same time. Set the transport, or use AllAtOnce.",
+            field=".activation",
+        ),
+        rule(
+            f"!({_ROLLING}) || has(self.maxStaleness)",
+            "weights.activation.strategy Rolling needs weights.versionPolicy MaxStaleness and maxStaleness 1 or more: engines that wait"
+            " serve the version before. Set both, or use AllAtOnce.",
+            field=".activation",
+        ),
     )
 
     transport: Transport = Transport.DISTRIBUTED
@@ -241,6 +285,8 @@ class Weights(ApiModel):
     """Copies of versions beside every engine; needed with transport `Staged`."""
     store: Store | None = None
     """The weight store, with transport `Staged`."""
+    activation: Activation = Activation()
+    """Load of a staged version into the engines, with transport `Staged`."""
 
     @property
     def is_staged(self) -> bool:
