@@ -6,8 +6,18 @@ forward: an engine that fails is fenced and loads its copy later (:mod:`.catch_u
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
+from sglang_rollout.coordinator.update.loading import (
+    drop_failed,
+    finish_roll,
+    has_loaded_enough,
+    load_groups,
+    load_version,
+    note_loaded,
+    return_to_service,
+    waiting_engines,
+)
 from sglang_rollout.coordinator.update.membership import absent_sentence, is_enough, required_engines
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.outcome import (
@@ -22,16 +32,13 @@ from sglang_rollout.coordinator.update.outcome import (
     summarize_update,
 )
 from sglang_rollout.coordinator.update.phases import Phase, StagedUpdate, Update
-from sglang_rollout.coordinator.update.requests import Answer, Body
+from sglang_rollout.coordinator.update.requests import Answer
+from sglang_rollout.coordinator.update.rolling import describe_waiting, loads_in_turn
 from sglang_rollout.coordinator.update.staging import parents_in_tree, require_staging, stage_body
 from sglang_rollout.coordinator.update.steps import (
     Results,
-    failures,
-    find_lost,
     reply,
-    same_body,
     send,
-    send_and_mark_dirty,
     sync,
     sync_and_resume,
     write,
@@ -43,24 +50,18 @@ from sglang_rollout.coordinator.update.verify import (
     commit_tensors,
     note_held_weights,
     sent_tensors,
-    should_verify,
     starts_from_base,
 )
-from sglang_rollout.sglang.api import ControlCall
-from sglang_rollout.sglang.checksums import Checksums, find_difference
-from sglang_rollout.wire.agent import AckRequest
-from sglang_rollout.wire.ports import AGENT_ACTIVATE, AGENT_STAGE, STORE_SEAL
+from sglang_rollout.wire.ports import AGENT_STAGE, STORE_SEAL
 from sglang_rollout.wire.reasons import RefusedError
 from sglang_rollout.wire.record import UpdateOutcome, UpdateReason
-from sglang_rollout.wire.staged import ActivateRequest, StoreSealRequest
-from sglang_rollout.wire.states import EngineState, StagedVersion, Version
+from sglang_rollout.wire.staged import StoreSealRequest
+from sglang_rollout.wire.states import StagedVersion, Version
 
 MARGIN_SECONDS = 5.0
-"""How much longer than an agent may copy or load its answer may take."""
+"""How much longer than an agent may copy its answer may take."""
 COPY_PATIENCE_SECONDS = 30.0
 """How much later than half of the pods another one may have the complete version, at least."""
-LOAD_PATIENCE_SECONDS = 60.0
-"""How much later than half of the engines another one may have loaded the version, at least."""
 MAX_FAILED_CANARIES = 2
 """Engines that may fail after their first write before the update fails: the version itself may be what engines fail at."""
 
@@ -81,6 +82,8 @@ async def commit_staged(fleet: Fleet, *, answer_now: bool = True, answer_when_st
     failed = await _complete(fleet, update, staged)
     if failed is None and answer_when_staged:
         await reply(staged_answer(fleet))
+    if failed is None:
+        await finish_roll(fleet)
     failed = failed or await _copy(fleet, update, staged) or await _load_canary(fleet, update, staged)
     if failed is not None:
         return failed
@@ -174,22 +177,8 @@ async def _copy(fleet: Fleet, update: Update, staged: StagedUpdate) -> Answer | 
     bodies = {name: stage_body(fleet, staged.id, parents, digest=staged.digest) for name, parents in tree.items()}
     limit = fleet.policy.deadlines.stage_seconds + MARGIN_SECONDS
     results = await send(AGENT_STAGE, bodies, limit, patience=COPY_PATIENCE_SECONDS, idempotent=True)
-    await _drop_failed(fleet, update, staged, results, "did not copy the version")
+    await drop_failed(fleet, update, staged, results, "did not copy the version")
     return await _fail_unless_enough(fleet, update, staged, results)
-
-
-async def _drop_failed(fleet: Fleet, update: Update, staged: StagedUpdate, results: Results, what: str) -> None:
-    """Drop the engines that failed, and note which of them are gone.
-
-    An engine that was restarted, drained or lost is no reason to fail an update: it loads the version when it is back.
-    """
-    failed = failures(results)
-    if not failed:
-        return
-    lost = await find_lost(fleet, failed, update.boots)
-    staged.lost |= lost
-    for names, code in ((failed.keys() - lost, UpdateReason.ENGINE_FAILED), (lost, UpdateReason.ENGINE_LOST)):
-        update.drop({name: f"{what}: {failed[name].message}" for name in failed if name in names}, code)
 
 
 def has_enough(fleet: Fleet, update: Update, staged: StagedUpdate) -> bool:
@@ -216,14 +205,14 @@ async def _load_canary(fleet: Fleet, update: Update, staged: StagedUpdate) -> An
     failed_canaries = 0
     while True:
         name = _next_canary(fleet, update)
-        results = await _activate(fleet, update, staged, [name])
+        results = await load_version(fleet, update, staged, [name])
         result = results[name]
         if result.ok:
-            wrong = await _note_loaded(fleet, update, staged, results)
+            wrong = await note_loaded(fleet, update, staged, results)
             return (
                 await fail_update(fleet, UpdateReason.VERIFICATION_FAILED, f"engine {name} {wrong[name]}", engine=name) if wrong else None
             )
-        await _drop_failed(fleet, update, staged, results, "did not load the version")
+        await drop_failed(fleet, update, staged, results, "did not load the version")
         failed = await _fail_unless_enough(fleet, update, staged, results)
         failed_canaries += result.wrote
         if failed is not None:
@@ -238,89 +227,6 @@ def _next_canary(fleet: Fleet, update: Update) -> str:
     remaining = update.remaining()
     committed = fleet.committed
     return next((name for name in remaining if committed is not None and fleet.engines[name].holds(committed)), remaining[0])
-
-
-async def _activate(fleet: Fleet, update: Update, staged: StagedUpdate, names: list[str]) -> Results:
-    """Let engines load the version, and note which engines may have changed."""
-    if staged.version is None:
-        raise RuntimeError("no engine loads a version that is not complete")
-    wanted = StagedVersion(update=staged.id, digest=staged.digest, bytes=staged.bytes)
-    cohort = update.remaining()
-    acks = {name: AckRequest(version=staged.version, boot_id=update.boots[name], cohort=cohort, signed=update.signed) for name in names}
-    expected = {name: _expected(fleet, update, staged, name) for name in names}
-    staged.called += [name for name in names if name not in staged.called]
-    results = await activate(fleet, wanted, acks, expected, checksums=should_verify(fleet))
-    staged.called = [name for name in staged.called if name not in results or results[name].wrote]
-    return results
-
-
-def _expected(fleet: Fleet, update: Update, staged: StagedUpdate, name: str) -> Checksums | None:
-    size = fleet.engines[name].tensor_size
-    return update.checksums.get(size) or staged.checksums.get(size)
-
-
-async def activate(
-    fleet: Fleet,
-    version: StagedVersion,
-    acks: Mapping[str, AckRequest],
-    expected: Mapping[str, Checksums | None],
-    *,
-    checksums: bool,
-) -> Results:
-    """Let engines load their copies of a version, all at once, and acknowledge it. They are paused afterwards.
-
-    Args:
-        fleet: The fleet.
-        version: What the copies must be.
-        acks: The acknowledgement of each engine.
-        expected: Checksums that each engine must have afterwards; None: not known.
-        checksums: True: engines return their checksums.
-    """
-    mode = fleet.pause.mode if fleet.pause is not None else None
-    bodies: dict[str, Body] = {}
-    for name, ack in acks.items():
-        wanted = expected.get(name)
-        request = ActivateRequest(
-            update=version.update, digest=version.digest, ack=ack, mode=mode or fleet.policy.pause_mode.sglang,
-            checksums=checksums or wanted is not None, expected=list(wanted) if wanted is not None else None,
-        )  # fmt: skip
-        bodies[name] = request.model_dump(mode="json")
-    engines = {name: fleet.engines[name] for name in bodies}
-    before = {name: engine.status for name, engine in engines.items()}
-    limit = fleet.policy.deadlines.activate_seconds + MARGIN_SECONDS
-    results = await send_and_mark_dirty(fleet, AGENT_ACTIVATE, bodies, limit, patience=LOAD_PATIENCE_SECONDS)
-    for name, result in results.items():
-        engine, status = engines[name], before[name]
-        if status is None or engine.boot != status.boot_id:
-            continue  # the status is of another run of the engine already
-        if result.ok:
-            held = {"state": EngineState.CLEAN, "version": acks[name].version, "cohort": acks[name].cohort}
-            engine.anticipate(fleet.next_seq(), **held, paused=True, session=False)
-        elif not result.wrote:
-            engine.status, engine.changed_seq = status, fleet.next_seq()
-    return results
-
-
-async def _note_loaded(fleet: Fleet, update: Update, staged: StagedUpdate, results: Results) -> dict[str, str]:
-    """Note which engines have loaded the version. Drops and returns those that hold other weights, and why.
-
-    Agents compare, too, and then do not acknowledge. These engines acknowledged, so they are made dirty before they are fenced.
-    """
-    verifies, wrong = should_verify(fleet), {}
-    for name in (name for name, result in results.items() if result.ok):
-        size, found = fleet.engines[name].tensor_size, results[name].checksums
-        expected = _expected(fleet, update, staged, name)
-        if found is None and (verifies or expected is not None):
-            wrong[name] = "could not be verified: its agent returned no checksums (weights.verify Off commits without)"
-        elif found is not None and expected is not None and found != expected:
-            wrong[name] = f"holds other weights than it should ({find_difference(expected, found)})"
-        elif found is not None:
-            staged.checksums[size] = found
-    update.drop(wrong, UpdateReason.VERIFICATION_FAILED)
-    staged.loaded += [name for name, result in results.items() if result.ok and name not in wrong]
-    staged.unflushed += [name for name, result in results.items() if result.ok and not result.flushed]
-    await send_and_mark_dirty(fleet, ControlCall.BEGIN_UPDATE.path, same_body(wrong), fleet.policy.deadlines.pause_seconds)
-    return wrong
 
 
 # --- ACTIVATE, COMMIT ------------------------------------------------------------------------------------------------
@@ -346,50 +252,42 @@ async def _write_commit(fleet: Fleet, update: Update, staged: StagedUpdate) -> N
 
 
 async def _load_rest(fleet: Fleet, update: Update, staged: StagedUpdate) -> None:
-    """Let the other engines load the version, all at once. Drops those that fail."""
-    while rest := [name for name in update.remaining() if name not in staged.loaded]:
-        results = await _activate(fleet, update, staged, _next_wave(fleet, update, staged, rest))
-        await _note_loaded(fleet, update, staged, results)
-        await _drop_failed(fleet, update, staged, results, "did not load the version")
+    """Let the other engines load the version, all at once or in turn. Drops those that fail.
+
+    In turn: until ``weights.minCommitted`` engines have loaded it. The coordinator continues without a request (:func:`load_committed`).
+    """
+    if loads_in_turn(fleet):
+        await return_to_service(fleet, update, staged, only_these=False)
+    await load_groups(fleet, update, staged, is_open=True)
     fleet.weights.checksums = dict(staged.checksums)
     fleet.weights.commits += 1
-
-
-def _next_wave(fleet: Fleet, update: Update, staged: StagedUpdate, rest: Iterable[str]) -> list[str]:
-    """Return the engines that load now. Of a tensor size without known checksums one engine is first, and the others are compared to it."""
-    found: list[str] = []
-    leading: set[int] = set()
-    for name in rest:
-        size = fleet.engines[name].tensor_size
-        if not should_verify(fleet) or _expected(fleet, update, staged, name) is not None or size not in leading:
-            found.append(name)
-            leading.add(size)
-    return found
 
 
 async def _finish(fleet: Fleet, update: Update, staged: StagedUpdate) -> Answer:
     """Note how the update ended, open the gates, and let the engines generate again unless the trainer has paused them."""
     version = fleet.target()
     fleet.enter(Phase.COMMIT)
-    loaded, dropped, enough = update.remaining(), dict(update.dropped), has_enough(fleet, update, staged)
+    waiting, dropped, enough = waiting_engines(update, staged), dict(update.dropped), has_loaded_enough(fleet, update, staged)
+    loaded = [name for name in update.remaining() if name not in waiting]
     update.reason = update.reason if enough else UpdateReason.TOO_FEW_ENGINES
-    outcome = UpdateOutcome.PARTIAL if dropped else UpdateOutcome.COMMITTED
+    outcome = UpdateOutcome.PARTIAL if dropped or not enough else UpdateOutcome.COMMITTED
     for name in loaded:
         fleet.engines[name].tries, fleet.engines[name].note = 0, ""
     fleet.transaction.close()
     fleet.transaction.end(summarize_update(fleet, version, outcome, update, describe_dropped(dropped), engines=loaded))
-    synced = await _open_gates(fleet, loaded, keeps_pause=enough)
+    synced = await _open_gates(fleet, [name for name in loaded if name not in staged.running], keeps_pause=enough)
     fleet.transaction.last = summarize_update(fleet, version, outcome, update, describe_dropped(dropped), engines=loaded)
     particulars = {**commit_particulars(fleet, version, synced), "outcome": outcome.value, "state": "committed", "update": staged.id}
     if unflushed := [name for name in staged.unflushed if name in loaded]:
         particulars["cache_not_flushed"] = unflushed
-    if not dropped:
-        return Answer(200, "Success", particulars)
+    if waiting:
+        particulars["waiting"] = waiting
     if enough:
-        return Answer(200, f"Success: {partial_message(fleet, dropped)}", {**particulars, FENCED: dropped})
-    return Answer(
-        500, _forward_message(version, loaded, dropped), {**particulars, FENCED: dropped, "reason": UpdateReason.TOO_FEW_ENGINES.value}
-    )
+        notes = [partial_message(fleet, dropped).rstrip(".") if dropped else "", describe_waiting(waiting, version) if waiting else ""]
+        message = ": ".join(filter(None, ["Success", "; ".join(filter(None, notes))]))
+        return Answer(200, message, particulars | ({FENCED: dropped} if dropped else {}))
+    message = _forward_message(version, loaded, waiting, dropped)
+    return Answer(500, message, {**particulars, FENCED: dropped, "reason": UpdateReason.TOO_FEW_ENGINES.value})
 
 
 async def _open_gates(fleet: Fleet, loaded: list[str], *, keeps_pause: bool) -> Results:
@@ -403,9 +301,10 @@ async def _open_gates(fleet: Fleet, loaded: list[str], *, keeps_pause: bool) -> 
     return await sync_and_resume(fleet, dict.fromkeys([*(pause.engines if pause is not None else ()), *loaded]))
 
 
-def _forward_message(version: Version, loaded: list[str], dropped: Mapping[str, str]) -> str:
+def _forward_message(version: Version, loaded: list[str], waiting: list[str], dropped: Mapping[str, str]) -> str:
+    stopped = f" More engines have failed than loaded it, so engines wait and serve an older version: {', '.join(waiting[:8])}."
     return (
-        f"version {version} is committed, but only {len(loaded)} of {len(loaded) + len(dropped)} engines have loaded it, fewer than"
-        f" weights.minCommitted asks for: {describe_dropped(dropped)}. The fleet moves forward: the other engines load the version from"
-        " their copies and serve again then. Do not push it again."
+        f"version {version} is committed, but only {len(loaded)} of {len(loaded) + len(waiting) + len(dropped)} engines have loaded it,"
+        f" fewer than weights.minCommitted asks for: {describe_dropped(dropped)}.{stopped if waiting else ''} The fleet moves forward: the"
+        " other engines load the version from their copies and serve again then. Do not push it again."
     )

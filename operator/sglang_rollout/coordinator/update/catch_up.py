@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from sglang_rollout.api.weights_spec import Verify
-from sglang_rollout.coordinator.update.activation import activate
-from sglang_rollout.coordinator.update.engine import Engine
+from sglang_rollout.coordinator.update.engine import Engine, retry_pause
 from sglang_rollout.coordinator.update.events import Result
+from sglang_rollout.coordinator.update.loading import activate
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.requests import Answer, Body
 from sglang_rollout.coordinator.update.staging import MAX_PEERS, holders, kept_updates, parents_of_one, stage_body
@@ -29,9 +29,6 @@ from sglang_rollout.wire.states import EngineState, FleetState, StagedVersion, V
 
 VERSION_PLACEHOLDER = "{version}"
 """In ``weights.catchUp.disk``: stands for the version's label."""
-FIRST_RETRY_SECONDS = 10.0
-LONGEST_RETRY_SECONDS = 600.0
-"""An engine that could not catch up tries again after 10 s, 20 s, … 10 min: the snapshot may be written by then."""
 
 
 @dataclass(frozen=True)
@@ -121,9 +118,7 @@ async def catch_up(fleet: Fleet, name: str, found: Checkpoint | StagedVersion) -
     except _FailedError as error:
         # The folder may hold something else than it should. The next update of this engine must bring these tensors.
         fleet.weights.announced.add(names)
-        pause = min(FIRST_RETRY_SECONDS * 2**engine.tries, LONGEST_RETRY_SECONDS)
-        engine.tries += 1
-        engine.retry_at = fleet.now + pause
+        pause = engine.retry_later(fleet.now)
         engine.note = (
             f"it could not load version {version.label}: {error}. It tries again in {pause:.0f} s;"
             " a complete push of the trainer also helps."
@@ -184,6 +179,22 @@ async def _rejoin(fleet: Fleet, engine: Engine, version: Version) -> None:
         raise _FailedError(f"it could not be resumed: {resumed.message.rstrip('.')}")
 
 
+async def copy_committed(fleet: Fleet, name: str) -> Answer:
+    """Copy the committed version into the pod of an engine that serves an older one. The caller has marked the engine ``is_copying``."""
+    engine, found, deadline = fleet.engines[name], fleet.weights.staged, fleet.policy.deadlines.stage_seconds
+    if found is None:
+        raise RuntimeError("there is no version to copy")
+    try:
+        body = stage_body(fleet, found.update, parents_of_one(fleet, found, name), digest=found.digest, version=fleet.committed)
+        result = await _call_one(name, AGENT_STAGE, body, deadline + CHECKPOINT_MARGIN_SECONDS)
+    finally:
+        engine.is_copying = False
+    if result.ok:
+        return Answer(200, f"The pod of engine {name} has a copy of the committed version.")
+    engine.retry_later(fleet.now)
+    return Answer(500, f"engine {name}: its pod has no copy: {result.message}")
+
+
 # --- into the weight store -------------------------------------------------------------------------------------------
 
 
@@ -214,7 +225,7 @@ async def fill_store(fleet: Fleet, version: StagedVersion) -> Answer:
     if result.ok:
         store.tries, store.note = 0, ""
         return Answer(200, "The weight store holds the committed version again.")
-    pause = min(FIRST_RETRY_SECONDS * 2**store.tries, LONGEST_RETRY_SECONDS)
+    pause = retry_pause(store.tries)
     store.tries, store.retry_at = store.tries + 1, fleet.now + pause
     source = "copy the committed version from the agents" if parents else "load the committed version from its snapshot"
     store.note = f"it could not {source}: {result.message.rstrip('.')}. It tries again in {pause:.0f} s."
@@ -299,5 +310,5 @@ async def _open_gate(fleet: Fleet, engine: Engine, version: Version) -> None:
 
 
 async def _call_one(name: str, path: str, body: Body, deadline: float) -> Result:
-    results = await send(path, same_body([name], body), deadline, idempotent=path == AGENT_CHECKPOINT)
+    results = await send(path, same_body([name], body), deadline, idempotent=path in (AGENT_CHECKPOINT, AGENT_STAGE))
     return results[name]

@@ -14,7 +14,16 @@ from sglang_rollout.wire.states import EngineState, Version
 MAX_MISSES = 3
 """An agent that left this many syncs in a row unanswered counts as away."""
 
+FIRST_RETRY_SECONDS = 10.0
+LONGEST_RETRY_SECONDS = 600.0
+"""An engine that could not catch up tries again after 10 s, 20 s, … 10 min: the snapshot may be written by then."""
+
 UPDATE_IN_PROGRESS = "A weight update is in progress."
+
+
+def retry_pause(tries: int) -> float:
+    """Return the seconds until the next attempt to catch up, after ``tries`` attempts before the failed one."""
+    return min(FIRST_RETRY_SECONDS * 2.0 ** min(tries, 10), LONGEST_RETRY_SECONDS)
 
 
 @dataclass
@@ -48,6 +57,10 @@ class Engine:
     """By adapter: the engine's message after a failed load or unload."""
     overwritten: dict[str, str | None] = field(default_factory=dict)
     """By adapter: the boot ID in which the engine was away while the other engines loaded new contents under the name."""
+    failed_version: Version | None = None
+    """The version at whose load, from a staged copy, it failed last after its first write."""
+    is_copying: bool = False
+    """True while its pod copies the committed version, and the engine serves an older one."""
     foreign: str | None = None
     """The boot ID in which a failed update may have loaded tensors that the committed version does not have. Only a later version that has
     them makes the engine whole again."""
@@ -122,6 +135,12 @@ class Engine:
         """Return True if its agent reports that all of its tensors belong to this version."""
         seen = self.status
         return seen is not None and seen.state is EngineState.CLEAN and seen.version == version
+
+    def retry_later(self, now: float) -> float:
+        """Note a failed attempt to catch up. Returns the seconds until the next one."""
+        pause = retry_pause(self.tries)
+        self.tries, self.retry_at = self.tries + 1, now + pause
+        return pause
 
     def note_adapter(self, adapter: str, path: str | None, seq: int) -> None:
         """Note that an adapter was loaded from a path, or unloaded."""

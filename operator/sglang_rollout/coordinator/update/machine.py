@@ -18,7 +18,7 @@ from sglang_rollout.coordinator.update import adapters as lora
 from sglang_rollout.coordinator.update import control_calls
 from sglang_rollout.coordinator.update import requests as rq
 from sglang_rollout.coordinator.update.activation import staged_answer
-from sglang_rollout.coordinator.update.catch_up import catch_up, fill_store, find_for_store, find_source, next_engine
+from sglang_rollout.coordinator.update.catch_up import catch_up, copy_committed, fill_store, find_for_store, find_source, next_engine
 from sglang_rollout.coordinator.update.events import (
     Answered,
     Asked,
@@ -41,9 +41,11 @@ from sglang_rollout.coordinator.update.events import (
 )
 from sglang_rollout.coordinator.update.knowledge import Knowledge
 from sglang_rollout.coordinator.update.lease import find_refusal, is_holder, is_of_trainer
+from sglang_rollout.coordinator.update.loading import load_committed
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.phases import Phase
 from sglang_rollout.coordinator.update.requests import Answer, Request
+from sglang_rollout.coordinator.update.rolling import find_next_load, find_without_copy
 from sglang_rollout.coordinator.update.snapshots import find_untold, tell_store
 from sglang_rollout.coordinator.update.steps import COLLECTIVE, Operation, Results, Say, Step, Turn, turn
 from sglang_rollout.coordinator.update.trainer import Trainer, probe_stores, trainer_stores
@@ -51,10 +53,12 @@ from sglang_rollout.coordinator.update.upkeep import Upkeep
 from sglang_rollout.coordinator.update.versions import Committed
 from sglang_rollout.wire.reasons import RefusalCode, RefusedError
 from sglang_rollout.wire.record import Record
+from sglang_rollout.wire.states import FleetState
 
 COMMIT_WAIT_SECONDS = 25.0
 """Longest wait of a call that commits a version that is staged already. Unmodified trainers do not wait for the engines: a proxy or the
 trainer's own HTTP client would give up."""
+_ENDING_GENERATION = (rq.Pause, rq.ReleaseMemory)
 _COMMITTING = (rq.End, rq.Continue, rq.Flush, rq.CloseGroup, rq.CommitUpload)
 
 
@@ -223,6 +227,7 @@ class Machine:
     def _advance(self, running: _Running, results: Results | None) -> None:
         """Run an operation until it waits for something or ends."""
         running.waiting_for = None
+        self.fleet.is_pause_waiting = self._is_pause_waiting()
         try:
             step = self._take_turn(running) if running.wants_turn else running.operation.send(results)
             while True:
@@ -250,6 +255,11 @@ class Machine:
             self._end(running, ended.value)
         except RefusedError as refusal:
             self._end(running, _refused(refusal))
+
+    def _is_pause_waiting(self) -> bool:
+        """Return True if a call, or a change of ``spec.state``, that ends generation waits for its turn."""
+        state = self._postponed.intent.state if self._postponed is not None else FleetState.ACTIVE
+        return state is not FleetState.ACTIVE or any(isinstance(waiting.request, _ENDING_GENERATION) for waiting in self._queue)
 
     def _take_turn(self, running: _Running) -> Step:
         """Give an operation its turn. Refuse a call if another trainer has taken the fleet while the call waited."""
@@ -301,6 +311,9 @@ class Machine:
                 running = _Running(_with_turn(own))
             elif self._queue:
                 running = self._queue.popleft()
+            elif self.fleet.committed is not None and (names := find_next_load(self.fleet)):
+                # After the queue: between two groups of engines that load in turn, calls have their turn.
+                running = _Running(_with_turn(load_committed(self.fleet, names)))
             else:
                 break
             self._advance(running, None)
@@ -329,6 +342,9 @@ class Machine:
         if untold is not None and self.fleet.store is not None:
             self.fleet.store.is_told = True
             self._advance(_Running(tell_store(self.fleet, untold)), None)
+        while self._turn is None and (name := find_without_copy(self.fleet)) is not None:
+            self.fleet.engines[name].is_copying = True
+            self._advance(_Running(copy_committed(self.fleet, name)), None)
         while self._turn is None and (name := next_engine(self.fleet)) is not None:
             found = find_source(self.fleet)
             if found is None:

@@ -89,6 +89,8 @@ class Fleet:
     """Caller of the trainer that holds the fleet, or held it last; empty: not known."""
     held_since: float = float("-inf")
     """When the holder last opened something."""
+    is_pause_waiting: bool = False
+    """True while a call, or a change of ``spec.state``, that ends generation waits for its turn."""
     gone: str = ""
     """The holder of the fleet, if it had no pods when the last call arrived."""
     caller: str = ""

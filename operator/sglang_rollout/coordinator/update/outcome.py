@@ -188,7 +188,8 @@ def partial_message(fleet: Fleet, dropped: Mapping[str, str]) -> str:
     if last is None:
         raise RuntimeError("no update was committed")
     holding = f"{len(last.engines)} of {len(last.engines) + len(dropped)} engines hold version {last.version}"
-    return f"{holding}; the others stay closed until a complete update: {describe_dropped(dropped)}"
+    then = "load it from their copies" if fleet.is_staged else "stay closed until a complete update"
+    return f"{holding}; the others {then}: {describe_dropped(dropped)}"
 
 
 async def reply_and_fence_dropped(fleet: Fleet, answer: Answer) -> Answer:

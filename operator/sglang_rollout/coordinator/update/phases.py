@@ -131,6 +131,8 @@ class StagedUpdate:
     """Engines that were asked to load the version and may have written parts of it."""
     loaded: list[str] = field(default_factory=list)
     """Engines that have loaded and acknowledged it."""
+    running: list[str] = field(default_factory=list)
+    """Engines among them that generate again already, because engines load in turn."""
     unflushed: list[str] = field(default_factory=list)
     """Engines among them that kept their prefix caches, because requests still run."""
     checksums: dict[int, tuple[str, ...]] = field(default_factory=dict)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from sglang_rollout.coordinator.update.activation import commit_staged, staged_part
+from sglang_rollout.coordinator.update.loading import finish_roll
 from sglang_rollout.coordinator.update.membership import refuse_asleep, require_store
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.outcome import abandon, fail_update
@@ -67,6 +68,8 @@ async def _open_update(
     """Open an update at the weight store, and let the agents copy while its tensors arrive. Raises RefusedError if the store refuses."""
     refuse_unsigned(fleet, signed)
     refuse_asleep(fleet)
+    if require_staging(fleet).copies == 1:
+        await finish_roll(fleet)  # the pods delete their copies of the committed version now
     listed = list(shards)
     staged = StagedUpdate(fleet.new_update_id(), require_store(fleet), is_upload=bool(listed))
     fleet.transaction.update = OpenUpdate({}, fleet.now, label, fleet.caller, trainer_session=trainer_session, signed=signed, staged=staged)

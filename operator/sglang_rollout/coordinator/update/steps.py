@@ -170,13 +170,21 @@ async def resume(fleet: Fleet, names: Iterable[str], body: Body | None = None) -
     return results
 
 
-async def sync_and_resume(fleet: Fleet, names: Iterable[str]) -> Results:
-    """Send all agents the committed version and resume these engines: :func:`sync` and :func:`resume` in one call per engine."""
+async def sync_and_resume(fleet: Fleet, names: Iterable[str], *, only_these: bool = False) -> Results:
+    """Send all agents the committed version and resume these engines: :func:`sync` and :func:`resume` in one call per engine.
+
+    Args:
+        fleet: The fleet.
+        names: Engines to resume.
+        only_these: True: the other agents receive nothing.
+    """
+    names = list(names)
     clean, dirty = _split_clean_and_dirty(fleet, names)
     body = fleet.sync_request().model_dump(mode="json")
     results = dict(await send(AGENT_RUN, same_body(clean, body), fleet.policy.deadlines.pause_seconds, patience=PATIENCE_SECONDS))
     failed = failures(results)
-    results |= await sync(fleet, fleet.engines.keys() - set(clean))
+    others = set(names) if only_these else fleet.engines.keys()
+    results |= await sync(fleet, others - set(clean))
     await _fence_the_rest(fleet, [*dirty, *failed])
     return results
 

@@ -162,6 +162,8 @@ class Committed:
     """Where the committed version was loaded from; None: it came from a trainer."""
     staged: StagedVersion | None = None
     """Contents of the committed version; None: it did not come through the weight store, or they are not known."""
+    load_seconds: float | None = None
+    """Seconds that an engine last took to load a staged version; None: not known."""
     announced: AnnouncedTensors = field(default_factory=AnnouncedTensors)
     """Tensors that an engine needs unless it holds the committed version."""
     groups: frozenset[str] = frozenset()

@@ -23,7 +23,7 @@ from tests.properties.support.search_depth import examples
 from tests.properties.support.simulated_agent import NAMES
 from tests.properties.support.staged_world import TENSORS, StagedWorld
 
-ENGINES = ("e0", "e1", "e2")
+ENGINES = ("e0", "e1", "e2", "e3")
 CALLERS = ("ml/Job/a", "ml/Job/b")
 callers = st.sampled_from(CALLERS)
 labels = st.sampled_from([None, "1", "5", "x"])
@@ -35,13 +35,14 @@ class StagedFence(RuleBasedStateMachine):
     """A fleet with transport Staged under calls, failures, restarts and time in any order."""
 
     @initialize(
-        engines=st.integers(1, 3),
+        engines=st.integers(1, 4),
         least=st.sampled_from([None, 1, 2, "50%"]),
         copies=st.integers(1, 2),
         verify=st.sampled_from(["Always", "Off"]),
+        in_turn=st.sampled_from([None, 1, 2, "50%"]),
     )
-    def begin(self, engines: int, least: int | str | None, copies: int, verify: str) -> None:
-        self.world = StagedWorld(engines, least, copies=copies, verify=verify)
+    def begin(self, engines: int, least: int | str | None, copies: int, verify: str, in_turn: int | str | None) -> None:
+        self.world = StagedWorld(engines, least, copies=copies, verify=verify, in_turn=in_turn)
 
     # Calls of trainers
 
@@ -185,7 +186,7 @@ class StagedFence(RuleBasedStateMachine):
     def set_state(self, state: FleetState) -> None:
         self.world.set_state(state)
 
-    @rule(count=st.integers(1, 3))
+    @rule(count=st.integers(1, 4))
     def scale(self, count: int) -> None:
         for name in ENGINES[:count]:
             if name not in self.world.agents:
@@ -210,6 +211,14 @@ class StagedFence(RuleBasedStateMachine):
                 assert order_key(agent.version) in committed, "no coordinator committed this"
                 if order_key(agent.version) in self.world.pushed:
                     assert agent.tensors == self.world.pushed[order_key(agent.version)], "it is not what was sent"
+
+    @invariant()
+    def no_engine_serves_two_versions_behind(self) -> None:
+        newest = [order_key(version) for version in self.world.history[-2:]]
+        for agent in self.world.agents.values():
+            if agent.gate_open and agent.version is not None and newest and agent.committed == self.world.history[-1]:
+                permitted = newest if self.world.policy.max_staleness else newest[-1:]
+                assert order_key(agent.version) in permitted
 
     @invariant()
     def committed_versions_only_grow(self) -> None:

@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_rollout.api.intent import WantedStore
-from sglang_rollout.api.weights_spec import Staging, Transport, Weights
+from sglang_rollout.api.weights_spec import Activation, ActivationStrategy, Staging, Transport, VersionPolicy, Weights
 from sglang_rollout.coordinator.update import requests as rq
-from sglang_rollout.coordinator.update.events import Result, StoreSeen
+from sglang_rollout.coordinator.update.events import Result, Send, StoreSeen
 from sglang_rollout.coordinator.update.requests import Answer
 from sglang_rollout.coordinator.update.store import STORE
+from sglang_rollout.coordinator.update.versions import order_key
 from sglang_rollout.wire.ports import (
+    AGENT_ACTIVATE,
     STORE_COMMIT,
     STORE_DROP,
     STORE_FETCH,
@@ -27,7 +29,7 @@ from sglang_rollout.wire.ports import (
 )
 from sglang_rollout.wire.reasons import RefusalCode
 from sglang_rollout.wire.staged import Shard, StagedTensor, StoreStatus
-from sglang_rollout.wire.states import Snapshot, SnapshotsState, StagedCopy, Version
+from sglang_rollout.wire.states import FleetState, Snapshot, SnapshotsState, StagedCopy, Version
 from tests.properties.support.coordinator_world import World
 from tests.properties.support.simulated_agent import NAMES, Copy, Holder, SimulatedAgent, fetch
 
@@ -151,7 +153,13 @@ class SimulatedStore:
 class StagedWorld(World):
     """A state machine, its agents, its weight store, and the store of its record."""
 
-    def __init__(self, engines: int = 2, min_committed: int | str | None = None, *, copies: int = 2, **policy: Any) -> None:
+    def __init__(
+        self, engines: int = 2, min_committed: int | str | None = None, *, copies: int = 2, in_turn: int | str | None = None, **policy: Any
+    ) -> None:
+        """Start a fleet. ``in_turn``: engines that load at a time; None: all at once."""
+        if in_turn is not None:
+            activation = Activation(strategy=ActivationStrategy.ROLLING, max_unavailable=in_turn)
+            policy = {"version_policy": VersionPolicy.MAX_STALENESS, "max_staleness": 1, "activation": activation, **policy}
         self.store = SimulatedStore()
         self.uploads = itertools.count(1)
         super().__init__([1] * engines, min_committed)
@@ -176,6 +184,24 @@ class StagedWorld(World):
 
     def call_store(self, path: str, body: dict[str, Any], token: object, *, works: bool) -> Result:
         return self.store.call(path, body, token, works=works)
+
+    def check_pause(self, effect: Send) -> None:
+        super().check_pause(effect)
+        if effect.path == AGENT_ACTIVATE:
+            self._check_turns(effect)
+
+    def _check_turns(self, effect: Send) -> None:
+        """Check that a load closes no more gates at a time than the policy allows, if engines load in turn."""
+        fleet, activation = self.machine.fleet, self.policy.activation
+        generates = fleet.pause is None and fleet.applied_state is FleetState.ACTIVE and not fleet.is_pause_waiting
+        if activation.strategy is not ActivationStrategy.ROLLING or not generates:
+            return
+        permitted = {order_key(version) for version in [*fleet.tolerated(), *filter(None, [fleet.committed])]}
+        called = [self.agents[name] for name in effect.bodies if name in self.agents and not fleet.engines[name].is_catching_up]
+        closing = [agent.name for agent in called if agent.gate_open and agent.version and order_key(agent.version) in permitted]
+        wanted = activation.max_unavailable
+        most = wanted if isinstance(wanted, int) else max(1, int(wanted.rstrip("%")) * len(fleet.engines) // 100)
+        assert len(closing) <= most, f"the gates of {closing} close at the same time"
 
     def poll_store(self) -> None:
         status = self.store.status() if self.store.answers else None
