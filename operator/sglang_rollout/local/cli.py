@@ -24,7 +24,17 @@ import click
 from pydantic import ValidationError
 
 from sglang_rollout.api.limits_spec import Limits
-from sglang_rollout.api.weights_spec import Backend, SnapshotVolume, Staging, Store, StoreSnapshots, Transport, Weights
+from sglang_rollout.api.weights_spec import (
+    ActivationStrategy,
+    Backend,
+    SnapshotVolume,
+    Staging,
+    Store,
+    StoreSnapshots,
+    Transport,
+    VersionPolicy,
+    Weights,
+)
 from sglang_rollout.credentials import CredentialFile
 from sglang_rollout.local.plan import EngineArg, Folders, Plan, count_ports, parse_engine
 from sglang_rollout.local.sizes import Sizes, SizesError, check_loaders, check_sizes, describe_loader, read_sizes, with_reported_stages
@@ -81,6 +91,14 @@ class NotReadyError(CannotStartError):
     help="spec.weights.transport. Staged: with a weight store, and copies of versions below --state-dir, for example in /dev/shm.",
 )
 @click.option("--staging-size-limit", metavar="SIZE", help="With --transport Staged: maximum bytes of one version, such as 20Gi.")
+@click.option(
+    "--activation",
+    type=click.Choice([each.value for each in ActivationStrategy]),
+    show_default=ActivationStrategy.ALL_AT_ONCE.value,
+    metavar="|".join(ActivationStrategy),
+    help="With --transport Staged: spec.weights.activation.strategy. Rolling: engines load a version in turn, and those that wait serve the"
+    " version before (versionPolicy MaxStaleness, with maxStaleness 1 unless --weights sets it).",
+)
 @click.option(
     "--store-python",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
@@ -145,6 +163,7 @@ def command(
     backend: str,
     transport: str,
     staging_size_limit: str | None,
+    activation: str | None,
     store_python: Path | None,
     snapshots: Path | None,
     policy: str,
@@ -175,6 +194,7 @@ def command(
     _check_can_listen(listen, "--listen")
     defaults = {"backend": Backend(backend), "pause_mode": PauseMode(pause_mode), "transport": Transport(transport)}
     weights = _with_snapshots(_parse_weights(weights_json, defaults, staging_size_limit), snapshots)
+    weights = _with_activation(weights, activation)
     loader = _install_loader(state_dir) if weights.is_staged else None
     found = asyncio.run(_read_sizes(parsed, weights, loader))
     silent = [engine for engine in parsed if engine not in found]
@@ -246,6 +266,23 @@ def _with_snapshots(weights: Weights, folder: Path | None) -> Weights:
     if store.snapshots is not None and store.snapshots.volume.host_path is None:
         raise click.UsageError("weights.store.snapshots.volume needs hostPath without Kubernetes, or pass --snapshots DIR")
     return weights
+
+
+def _with_activation(weights: Weights, strategy: str | None) -> Weights:
+    """Return the settings with ``--activation``, which ``--weights`` overrides. The rules are those of the custom resource."""
+    chosen = weights.activation
+    if strategy is not None and "strategy" not in chosen.model_fields_set:
+        chosen = chosen.model_copy(update={"strategy": ActivationStrategy(strategy)})
+    if chosen.strategy is not ActivationStrategy.ROLLING:
+        return weights
+    if not weights.is_staged:
+        raise click.UsageError("--activation Rolling belongs to --transport Staged: set the transport, or leave it out")
+    policy = {"version_policy": VersionPolicy.MAX_STALENESS, "max_staleness": weights.max_staleness or 1}
+    if weights.version_policy is not VersionPolicy.MAX_STALENESS and "version_policy" in weights.model_fields_set:
+        raise click.UsageError(
+            "--activation Rolling needs versionPolicy MaxStaleness: engines that wait serve the version before. Leave versionPolicy out"
+        )
+    return weights.model_copy(update={"activation": chosen, **policy})
 
 
 def _install_loader(state_dir: Path | None) -> Path:

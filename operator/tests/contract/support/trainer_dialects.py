@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -136,8 +136,8 @@ def _engine(kind: str, index: int, folder: Path) -> Engine:
 
 
 @contextmanager
-def fleet(kind: str, folder: Path, number: int = 2, **policy: Any) -> Iterator[Fleet]:
-    """Run engines of a kind behind ``sglang-rollout local``. ``policy``: further fields of ``spec.weights``."""
+def fleet(kind: str, folder: Path, number: int = 2, *, options: Sequence[str] = (), **policy: Any) -> Iterator[Fleet]:
+    """Run engines of a kind behind ``sglang-rollout local`` with ``options``. ``policy``: further fields of ``spec.weights``."""
     with ExitStack() as stack:
         made = []
         for index in range(number):
@@ -149,7 +149,7 @@ def fleet(kind: str, folder: Path, number: int = 2, **policy: Any) -> Iterator[F
             engine.wait()
         address = f"127.0.0.1:{free_port()}"
         line = [sys.executable, "-m", "sglang_rollout.cli", "local", "--listen", address, "--backend", "gloo"]
-        line += ["--weights", json.dumps(policy), "--state-dir", str(folder / "state")]
+        line += ["--weights", json.dumps(policy), "--state-dir", str(folder / "state"), *options]
         line += [part for engine in made for part in ("--engine", engine.url)]
         if is_staged(kind):
             line += ["--transport", "Staged", "--staging-size-limit", "1Gi", "--store-python", str(environment.python(make=False))]

@@ -172,6 +172,10 @@ def test_options_of_transport_staged_that_do_not_fit_are_refused(tmp_path: Path)
         assert "--custom-weight-loader sglang_rollout_loader.load" in text
         disk = '{"catchUp": {"disk": "/d"}}'
         assert "needs no catchUp.disk" in refused(*line, "--transport", "Staged", *state, *limit, "--weights", disk)
+        assert "belongs to --transport Staged" in refused(*line, "--activation", "Rolling")
+        latest = '{"versionPolicy": "LatestOnly"}'
+        in_turn = ("--transport", "Staged", *state, *limit, "--activation", "Rolling", "--weights", latest)
+        assert "needs versionPolicy MaxStaleness" in refused(*line, *in_turn)
 
 
 def test_an_unwritable_folder_is_refused(tmp_path: Path) -> None:
