@@ -242,7 +242,7 @@ class StoreReadRequest(Message):
 
     update: str = Field(pattern=UPDATE_PATTERN)
     ticket: str = ""
-    """Ticket that the readers present; empty: nobody reads, and the call only describes the version."""
+    """Ticket that the readers present; empty: the call only describes the version."""
 
 
 class StoreReadReply(Message):

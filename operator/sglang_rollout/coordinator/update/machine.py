@@ -46,7 +46,7 @@ from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.phases import Phase
 from sglang_rollout.coordinator.update.requests import Answer, Request
 from sglang_rollout.coordinator.update.rolling import find_next_load, find_without_copy
-from sglang_rollout.coordinator.update.snapshots import find_untold, tell_store
+from sglang_rollout.coordinator.update.snapshots import find_unsent_commit, send_commit
 from sglang_rollout.coordinator.update.steps import COLLECTIVE, Operation, Results, Say, Step, Turn, turn
 from sglang_rollout.coordinator.update.trainer import Trainer, probe_stores, trainer_stores
 from sglang_rollout.coordinator.update.upkeep import Upkeep
@@ -338,10 +338,10 @@ class Machine:
         if missing is not None and self.fleet.store is not None:
             self.fleet.store.is_fetching = True
             self._advance(_Running(fill_store(self.fleet, missing)), None)
-        untold = find_untold(self.fleet) if self._turn is None else None
-        if untold is not None and self.fleet.store is not None:
-            self.fleet.store.is_told = True
-            self._advance(_Running(tell_store(self.fleet, untold)), None)
+        unsent = find_unsent_commit(self.fleet) if self._turn is None else None
+        if unsent is not None and self.fleet.store is not None:
+            self.fleet.store.is_sending_commit = True
+            self._advance(_Running(send_commit(self.fleet, unsent)), None)
         while self._turn is None and (name := find_without_copy(self.fleet)) is not None:
             self.fleet.engines[name].is_copying = True
             self._advance(_Running(copy_committed(self.fleet, name)), None)

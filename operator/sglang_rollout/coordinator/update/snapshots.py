@@ -1,12 +1,12 @@
-"""Snapshots of the weight store: when it learns of a commit, and what to do when no pod holds the committed version. Pure.
+"""Snapshots of the weight store: when it receives a commit, and what to do when no pod holds the committed version. Pure.
 
-The weight store is told after the update has ended, beside other operations, so no update waits for a snapshot. It is told again after its
-restart. An older version than the committed one is never served by itself: a person or the trainer asks for it.
+The weight store receives the commit after the update has ended, beside other operations, so no update waits for a snapshot. After its
+restart it receives the commit again. A version older than the committed one is served only if a person or the trainer asks for it.
 """
 
 from __future__ import annotations
 
-from sglang_rollout.coordinator.update.catch_up import FIRST_RETRY_SECONDS, LONGEST_RETRY_SECONDS
+from sglang_rollout.coordinator.update.engine import retry_pause
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.requests import Answer
 from sglang_rollout.coordinator.update.staging import holders
@@ -16,39 +16,39 @@ from sglang_rollout.wire.ports import STORE_COMMIT
 from sglang_rollout.wire.staged import StoreCommitRequest
 from sglang_rollout.wire.states import StagedVersion
 
-TELL_SECONDS = 10.0
+COMMIT_SECONDS = 10.0
 """Deadline of the call. The store answers before it writes."""
 MAX_NAMED_SNAPSHOTS = 5
 """Snapshots that a message names."""
 
 
-def find_untold(fleet: Fleet) -> StagedVersion | None:
+def find_unsent_commit(fleet: Fleet) -> StagedVersion | None:
     """Return the committed version if the weight store holds it and does not know that it is committed; None if there is none."""
     store, version = fleet.store, fleet.weights.staged
     if not fleet.is_staged or store is None or store.status is None or version is None or fleet.committed is None:
         return None
-    if not store.is_up or store.is_told or fleet.now < store.tell_at or not store.holds(version):
+    if not store.is_up or store.is_sending_commit or fleet.now < store.commit_at or not store.holds(version):
         return None
     return version if store.status.committed != version.update else None
 
 
-async def tell_store(fleet: Fleet, version: StagedVersion) -> Answer:
-    """Tell the weight store which version is committed. The caller has marked the store ``is_told``."""
+async def send_commit(fleet: Fleet, version: StagedVersion) -> Answer:
+    """Send the weight store the committed version. The caller has set ``is_sending_commit`` of the store."""
     store, committed = fleet.store, fleet.committed
     if store is None or committed is None:
-        raise RuntimeError("there is no weight store, or no committed version, to tell of")
+        raise RuntimeError("there is no weight store, or no committed version")
     body = StoreCommitRequest(
         update=version.update, version=committed, author=fleet.weights.author, epoch=fleet.epoch, fleet_id=fleet.weights.fleet_id
     )
     try:
-        result = (await send(STORE_COMMIT, {STORE: body.model_dump(mode="json")}, TELL_SECONDS))[STORE]
+        result = (await send(STORE_COMMIT, {STORE: body.model_dump(mode="json")}, COMMIT_SECONDS))[STORE]
     finally:
-        store.is_told = False
+        store.is_sending_commit = False
     if result.store is not None and result.store.committed == version.update:
-        store.told_tries = 0
+        store.commit_tries = 0
         return Answer(200, f"The weight store knows that version {committed} is committed.")
-    store.tell_at = fleet.now + min(FIRST_RETRY_SECONDS * 2**store.told_tries, LONGEST_RETRY_SECONDS)
-    store.told_tries += 1
+    store.commit_at = fleet.now + retry_pause(store.commit_tries)
+    store.commit_tries += 1
     return Answer(500, f"the weight store does not know the committed version: {result.message or 'its answer names another one'}")
 
 

@@ -35,12 +35,12 @@ class Store:
     """When it may try to copy again."""
     note: str = ""
     """Why the last attempt to copy failed, as a sentence; empty if none did."""
-    is_told: bool = False
-    """True while it is told which version is committed."""
-    told_tries: int = 0
-    """Failed attempts to tell it."""
-    tell_at: float = 0.0
-    """When it may be told again."""
+    is_sending_commit: bool = False
+    """True while it is sent which version is committed."""
+    commit_tries: int = 0
+    """Failed attempts to send it."""
+    commit_at: float = 0.0
+    """When it may be sent again."""
 
     @property
     def instance(self) -> str | None:

@@ -31,7 +31,7 @@ def power_off(world: StagedWorld) -> None:
     world.settle()
 
 
-def told(world: StagedWorld) -> list[dict[str, Any]]:
+def commits(world: StagedWorld) -> list[dict[str, Any]]:
     return [dict(body) for send in world.sent if isinstance(send, Send) and send.path == STORE_COMMIT for body in send.bodies.values()]
 
 
@@ -44,15 +44,15 @@ def test_the_store_learns_of_each_commit_and_again_after_its_restart() -> None:
     world = world_with_snapshots()
     world.push("1", caller="team/trainer")
     world.settle()
-    (first,) = told(world)
+    (first,) = commits(world)
     assert (first["version"]["label"], first["author"]) == ("1", "team/trainer")
     world.push("2", caller="team/trainer")
     world.settle()
-    assert [body["version"]["label"] for body in told(world)] == ["1", "2"]
+    assert [body["version"]["label"] for body in commits(world)] == ["1", "2"]
     world.store.restart()
     world.settle()
-    assert world.store.committed == told(world)[-1]["update"]
-    assert len(told(world)) == 3
+    assert world.store.committed == commits(world)[-1]["update"]
+    assert len(commits(world)) == 3
 
 
 def test_a_store_that_refuses_the_news_is_asked_again_and_no_push_fails() -> None:

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_rollout.checkpoints.folder import ProblemsError, read_model
-from sglang_rollout.checkpoints.publish import folder_name
+from sglang_rollout.checkpoints.publish import folder_name, write_file
 from sglang_rollout.checkpoints.snapshots import latest_snapshot, list_snapshots, lock_snapshot, verify_snapshot
 from sglang_rollout.trainer import Fleet, PushFailed, SnapshotFailed, Snapshots, connect
 from sglang_rollout.trainer import snapshots as module
@@ -292,11 +292,10 @@ def test_one_snapshot_is_written_at_a_time(
     tmp_path: Path, model: Path, push: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     slow = threading.Event()
-    real = module.write_file
 
     def waiting(*args: Any) -> Any:
         slow.wait(10)
-        return real(*args)
+        return write_file(*args)
 
     monkeypatch.setattr(module, "write_file", waiting)
     snapshots = Snapshots(tmp_path, model=model)
