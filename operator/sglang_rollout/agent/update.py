@@ -13,7 +13,7 @@ from sglang_rollout.agent import state as s
 from sglang_rollout.agent.agent import Agent
 from sglang_rollout.agent.engine import replace_file
 from sglang_rollout.sglang.api import ControlCall
-from sglang_rollout.sglang.checksums import CHECKSUM, Checksums, find_difference, parse_checksums
+from sglang_rollout.sglang.checksums import CHECKSUM, Checksums, find_difference, find_unequal_replicas, parse_checksums
 from sglang_rollout.sglang.client import EngineError, Reply
 from sglang_rollout.wire.agent import AckRequest, FenceRequest
 from sglang_rollout.wire.reasons import Refusal, RefusalCode, RefusedError
@@ -106,9 +106,15 @@ async def _compare_checksums(agent: Agent, wanted: Mapping[str, Checksums | None
 
 
 async def _read_checksums(agent: Agent, deadline: float, attempt: str, *, is_needed: bool = False) -> Checksums | None:
-    """Return the checksums of the engine's weights; None if it does not report them, unless they are needed: then raise RefusedError."""
+    """Return the checksums of the engine's weights; None if it does not report them, unless they are needed: then raise RefusedError.
+
+    Raise RefusedError also if data-parallel replicas differ, whatever the checksums should be.
+    """
     reply = await agent.control(ControlCall.CHECK_WEIGHTS, dict(CHECKSUM), deadline, attempt=attempt)
     found = parse_checksums(reply.document) if reply.ok else None
+    difference = find_unequal_replicas(reply.document) if found is not None else ""
+    if difference:
+        raise RefusedError(Refusal(RefusalCode.FORBIDDEN, f"The replicas of the model in the engine hold different weights: {difference}."))
     if found is None and is_needed:
         raise RefusedError(f"The engine did not report the checksums of its weights: HTTP {reply.status}.", status=409)
     return found
