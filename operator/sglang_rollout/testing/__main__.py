@@ -22,6 +22,7 @@ from sglang_rollout.testing.updates import load_groups
 @click.option("--engines", type=click.IntRange(1), default=1, show_default=True, help="Engines in this process.")
 @click.option("--tensor", type=click.IntRange(1), default=1, show_default=True, help="Tensor-parallel ranks of each engine.")
 @click.option("--pipeline", type=click.IntRange(1), default=1, show_default=True, help="Pipeline stages of each engine.")
+@click.option("--data", type=click.IntRange(1), default=1, show_default=True, help="Replicas of the model in each engine.")
 @click.option("--custom-weight-loader", "loaders", multiple=True, metavar="NAME", help="Name of the loader of staged versions; repeatable.")
 @click.option("--model", type=click.Path(path_type=Path), help="Folder with safetensors files; default: a tiny model of five tensors.")
 @click.option("--old", is_flag=True, help="Behave as SGLang 0.5.20 and older, without begin_weight_update and end_weight_update.")

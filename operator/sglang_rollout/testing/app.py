@@ -109,7 +109,10 @@ class App:
 
     def _control(self, call: Control, *needed: str) -> Handler:
         async def handle(request: web.Request) -> web.Response:
-            success, message = await call(self._boot, await body_of(request, *needed))
+            body = await body_of(request, *needed)
+            if self._boot.setup.data_size > 1 and call in _ONE_REPLICA:
+                return web.Response(text="Internal Server Error", status=500)
+            success, message = await call(self._boot, body)
             return json_reply({"success": success, "message": message}, 200 if success else 400)
 
         return handle
@@ -322,6 +325,8 @@ async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         return json_reply({"detail": "Method Not Allowed"}, 405)
 
 
+_ONE_REPLICA = (updates.init_group, updates.from_group, staged.from_tensor)
+"""Calls that SGLang answers with 500 if the engine has several replicas of the model."""
 FAULTS = "/stand_in/faults"
 STATE = "/stand_in/state"
 KILL = "/stand_in/kill"

@@ -87,6 +87,8 @@ class Setup:
     """Number of tensor-parallel ranks. Each is one rank of a weight-update group."""
     pipeline_size: int = 1
     """Number of pipeline stages. They take part in loads of staged versions only."""
+    data_size: int = 1
+    """Replicas of the model. They hold the same weights here; with several, SGLang takes weights from disk only."""
     loaders: tuple[str, ...] = ()
     """Values of ``load_format`` that name the loader of staged versions, as ``--custom-weight-loader`` does."""
     weight_version: str = "default"

@@ -38,6 +38,7 @@ class StandIn:
         sessions: False behaves as SGLang 0.5.20 and older, without begin_weight_update and end_weight_update.
         tensor: Number of tensor-parallel ranks.
         pipeline: Number of pipeline stages.
+        data: Number of replicas of the model.
         loaders: Names of the loader of staged versions, as ``--custom-weight-loader`` has them.
         token_seconds: Seconds per generated token.
         weight_version: Version that each new boot reports.
@@ -62,6 +63,7 @@ class StandIn:
         sessions: bool = True,
         tensor: int = 1,
         pipeline: int = 1,
+        data: int = 1,
         loaders: Sequence[str] = (),
         token_seconds: float = 0.0,
         weight_version: str = "default",
@@ -80,6 +82,7 @@ class StandIn:
             sessions=sessions,
             tensor_size=tensor,
             pipeline_size=pipeline,
+            data_size=data,
             loaders=tuple(loaders),
             weight_version=weight_version,
             model_path=str(model or "stand-in"),

@@ -83,7 +83,7 @@ def _launched(boot: Boot) -> dict[str, Any]:
         "node_rank": 0,
         "tp_size": boot.setup.tensor_size,
         "pp_size": boot.setup.pipeline_size,
-        "dp_size": 1,
+        "dp_size": boot.setup.data_size,
         "attn_dp_size": 1,
         "ep_size": 1,
         "enable_dp_attention": False,
@@ -162,16 +162,17 @@ def checksums(boot: Boot) -> dict[str, Any]:
     """``/weights_checker {"action": "checksum"}``: per rank, per tensor. Ranks differ in nothing here: tensors are not sharded."""
     found = boot.weights.checksums()
     ranks = [
-        {"checksums": found, "per_gpu_checksum": overall_checksum(found), "parallelism_info": _place(boot, rank)}
+        {"checksums": found, "per_gpu_checksum": overall_checksum(found), "parallelism_info": _place(boot, rank, replica)}
+        for replica in range(boot.setup.data_size)
         for rank in range(boot.setup.tensor_size)
     ]
     return {"success": True, "message": "Success.", "ranks": ranks, "per_engine_checksum": engine_checksum(ranks)}
 
 
-def _place(boot: Boot, rank: int) -> Any:
+def _place(boot: Boot, rank: int, replica: int) -> Any:
     """Where a rank stands: a list of places with roles since 0.5.21, one place before."""
     size = boot.setup.tensor_size
-    place = {"tp_rank": rank, "tp_size": size, "dp_rank": 0, "dp_size": 1, "pp_rank": 0, "pp_size": 1, "rank": rank, "size": size}
+    place = {"tp_rank": rank, "tp_size": size, "dp_rank": replica, "dp_size": 1, "pp_rank": 0, "pp_size": 1, "rank": rank, "size": size}
     return [{"role": "target", **place}] if boot.setup.sessions else place
 
 
