@@ -24,7 +24,7 @@ from sglang_rollout.credentials import Credentials
 from sglang_rollout.internal.reachability import preflight
 from sglang_rollout.internal.refusals import log_refusals
 from sglang_rollout.internal.requests import Handler, answer_refusals, check_token, deadline_of, json_body, read_message, refuse
-from sglang_rollout.sglang.api import DATA_PATHS, MODELS, ControlCall
+from sglang_rollout.sglang.api import DATA_PATHS, MODEL_INFO, MODELS, ControlCall
 from sglang_rollout.sglang.client import EngineError, Reply
 from sglang_rollout.wire import ports
 from sglang_rollout.wire.agent import AckRequest, CheckpointRequest, FenceRequest, MemberReport, PreflightRequest, SyncRequest
@@ -37,7 +37,8 @@ _READ_SECONDS = 5.0
 _GENERATE_SECONDS = 30.0
 _ACK_SECONDS = 30.0
 _CALL_SECONDS = 600.0
-_READS = ("/model_info", "/get_model_info", MODELS, "/v1/loads", "/get_load", "/ready", "/ping", "/metrics")
+_MODEL_INFOS = (MODEL_INFO, "/get_model_info")
+_READS = (*_MODEL_INFOS, MODELS, "/v1/loads", "/get_load", "/ready", "/ping", "/metrics")
 """Read-only paths of SGLang, which need no token."""
 
 
@@ -125,7 +126,12 @@ class Routes:
     async def read(self, request: web.Request) -> web.StreamResponse:
         """Forward a read-only path of SGLang."""
         reply = await self._agent.engine.get(request.path_qs, timeout=_READ_SECONDS)
-        return to_response(with_name(reply, self._agent.state.record.served_name) if request.path == MODELS else reply)
+        name = self._agent.state.record.served_name
+        if request.path == MODELS:
+            reply = with_name(reply, name)
+        elif request.path in _MODEL_INFOS and self._staged is not None:
+            reply = with_launched_model(reply, name, self._agent.engine.info.get("model_path"))
+        return to_response(reply)
 
     async def server_info(self, _: web.Request) -> web.StreamResponse:
         """Return SGLang's launch configuration without API keys; during a control call, when its scheduler is busy, the last known one."""
@@ -309,6 +315,18 @@ def with_name(reply: Reply, name: str | None) -> Reply:
     # Adapters have a parent; the model itself has none.
     renamed = [{**model, "id": name, "root": name} if not model.get("parent") else {**model, "parent": name} for model in models]
     return Reply.json(reply.status, {**document, "data": renamed})
+
+
+def with_launched_model(reply: Reply, name: str | None, path: object) -> Reply:
+    """Return ``/model_info`` with the model that the engine was started with.
+
+    SGLang reports the folder that it has loaded, which is deleted with its version.
+    """
+    document = reply.document
+    if not isinstance(document, dict) or "model_path" not in document:
+        return reply
+    launched = {key: value for key, value in (("model_path", path), ("served_model_name", name)) if isinstance(value, str)}
+    return Reply.json(reply.status, {**document, **launched})
 
 
 def to_response(reply: Reply) -> web.Response:

@@ -89,6 +89,7 @@ class Settings:
     verdicts_dir: Path | None = None
     data_listen: Endpoint | None = None
     pipeline_size: int = 1
+    data_size: int = 1
     place: Place | None = None
 
 
@@ -166,6 +167,13 @@ class Settings:
     default=1,
     show_default=True,
     help="With --staging-volume: pipeline stages of the engine. All its ranks must load a version.",
+)
+@click.option(
+    "--data-size",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="With --staging-volume: replicas of the model in the engine. An engine with several loads versions as folders, without a loader.",
 )
 @logging_options
 def command(
@@ -296,6 +304,8 @@ def _run_staged(settings: Settings, agent: Agent, head_pod: HeadPod | None) -> A
         verdicts=verdicts,
         state=settings.state_dir,
         pipeline_size=settings.pipeline_size,
+        data_size=settings.data_size,
+        model_path=settings.model_path,
         head_pod=head_pod,
         data_address=place.data_address(settings.data_listen) if place is not None else None,
     )

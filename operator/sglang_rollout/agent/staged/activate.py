@@ -1,6 +1,7 @@
 """Load a staged version into the engine, and acknowledge it.
 
     pause → begin → load (custom loader) → verdicts of all ranks → end → flush → checksums → acknowledge
+    pause → load (folder) → flush → checksums → acknowledge           for engines with data-parallel replicas, see ways.py
 
 If every rank refuses before its first write, the engine gets its label back and holds what it held. After any other failure the engine is
 dirty. After a success the engine stays paused, and its gate stays closed until the version is committed.
@@ -21,13 +22,14 @@ from sglang_rollout.agent.engine import refusal_reply
 from sglang_rollout.agent.record import RecordError
 from sglang_rollout.agent.staged.attempts import Attempts
 from sglang_rollout.agent.staged.saved import SavedVersion, SavedVersions
+from sglang_rollout.agent.staged.verdicts import Verdicts
+from sglang_rollout.agent.staged.ways import LoadWay
 from sglang_rollout.agent.update import acknowledge
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.sglang.checksums import Checksums
 from sglang_rollout.sglang.client import EngineError, Reply
 from sglang_rollout.staging.copies import Copies, Copy
 from sglang_rollout.staging.index import StagedError
-from sglang_rollout.staging.payload import LOADER, loader_payload, loader_request
 from sglang_rollout.wire.reasons import Refusal, RefusalCode, RefusedError
 from sglang_rollout.wire.staged import ActivateReply, ActivateRequest
 from sglang_rollout.wire.states import EngineState, FleetState
@@ -67,11 +69,15 @@ class Activator:
         copies: The copies of this pod.
         saved: What is remembered of each version.
         verdicts: The verdicts of the loader in all ranks.
+        way: How the engine loads versions.
         pipeline_size: Pipeline stages of the engine; each of its tensor-parallel ranks exists once for each stage.
     """
 
-    def __init__(self, agent: Agent, copies: Copies, saved: SavedVersions, verdicts: Attempts, *, pipeline_size: int = 1) -> None:
+    def __init__(
+        self, agent: Agent, copies: Copies, saved: SavedVersions, verdicts: Attempts, way: LoadWay, *, pipeline_size: int = 1
+    ) -> None:
         self._agent = agent
+        self._way = way
         self._copies = copies
         self._saved = saved
         self._verdicts = verdicts
@@ -127,7 +133,7 @@ class Activator:
         Return True if that is done.
         """
         agent, activation = self._agent, self._agent.state.record.activation
-        if activation is None or self._current() is not None:
+        if activation is None or not self._way.has_verdicts or self._current() is not None:
             return False
         verdicts = await self._verdicts.read(activation.attempt, self._ranks)
         if not verdicts.is_refused or agent.attempt or agent.state.record.activation != activation:
@@ -175,10 +181,12 @@ class Activator:
                 found = await acknowledge(agent, request.ack, _ANSWER_SECONDS, checksums=request.checksums)  # a repeated call
                 return ActivateReply(checksums=_listed(found))
             copy = self._check(request)
+            await self._way.check_copy(copy)
             live_label = await agent.engine.read_label()
             await agent.confirm_process()
             attempt = await self._verdicts.open(request)
             self._check(request)  # another call may have come meanwhile
+            record = agent.state.record
         except ActivationError:
             raise
         except RefusedError as error:
@@ -192,7 +200,8 @@ class Activator:
         version = SavedVersion(ack=request.ack, digest=request.digest, checksums=checksums)
         if not is_own:
             self._saved.save(request.update, version)
-        load = _Load(agent, request, copy, self._verdicts, attempt, ranks=self._ranks, tensor_size=self._tensor_size)
+        body = self._way.body(copy, attempt, self._tensor_size)
+        load = _Load(agent, request, self._way, body, self._verdicts, attempt=attempt, ranks=self._ranks, stages=self._pipeline_size)
         wanted = tuple(request.expected) if request.expected is not None else None
         reply = await load.run(live_label, checksums if is_own else wanted)
         self._name_version(copy, request)
@@ -227,10 +236,7 @@ class Activator:
             refused = Refusal(RefusalCode.CONFLICT, "The agent is giving up an update (/agent/fence).")
         if refused is None and agent.signatures is not None:
             refused = agent.signatures.ack_refusal(request.ack, agent.state.record, self._tensor_size)
-        loaders = agent.engine.info.get("custom_weight_loader")
-        if refused is None and LOADER not in (loaders if isinstance(loaders, list) else ()):
-            advice = f"start it with --custom-weight-loader {LOADER}"
-            refused = Refusal(RefusalCode.NOT_OFFERED, f"The engine was not started with the loader of staged versions: {advice}.")
+        refused = refused or self._way.engine_refusal(agent.engine.info)
         if refused is not None:
             raise ActivationError(refused, wrote=False, status=409)
         copy = self._copies.get(request.update)
@@ -252,26 +258,22 @@ class _Load:
         self,
         agent: Agent,
         request: ActivateRequest,
-        copy: Copy,
+        way: LoadWay,
+        body: dict[str, object],
         verdicts: Attempts,
-        attempt: str,
         *,
+        attempt: str,
         ranks: int,
-        tensor_size: int,
+        stages: int,
     ) -> None:
         self._agent = agent
         self._request = request
+        self._way = way
         self._verdicts = verdicts
         self._attempt = attempt
         self._ranks = ranks
-        self._stages = ranks // tensor_size
-        payload = loader_payload(loader_request(copy, verdicts.path(attempt), attempt))
-        self._body = {
-            "serialized_named_tensors": [payload] * tensor_size,
-            "load_format": LOADER,
-            "flush_cache": False,
-            "weight_version": request.ack.version.label,
-        }
+        self._stages = stages
+        self._body = {**body, "flush_cache": False, "weight_version": request.ack.version.label}
         self._before = agent.state.record
         self._is_sent = False
         """The engine may have received the call that writes."""
@@ -294,10 +296,12 @@ class _Load:
     async def _load(self, expected: Checksums | None) -> Checksums | None:
         request = self._request
         await self._step("pause", ControlCall.PAUSE, {"mode": request.mode})
-        await self._step("load", ControlCall.BEGIN_UPDATE, {})
+        if self._way.has_verdicts:
+            await self._step("load", ControlCall.BEGIN_UPDATE, {})
         self._is_sent = True
-        await self._step("load", ControlCall.UPDATE_TENSOR, self._body)
-        await self._step("load", ControlCall.END_UPDATE, {})
+        await self._step("load", self._way.call, self._body)
+        if self._way.has_verdicts:
+            await self._step("load", ControlCall.END_UPDATE, {})
         await self._step("flush", ControlCall.FLUSH_CACHE, {})
         await self._agent.confirm_process()
         began = time.monotonic()
@@ -309,7 +313,7 @@ class _Load:
     async def _step(self, name: str, call: ControlCall, body: dict[str, object]) -> None:
         """Make one call. Raise RefusedError if it fails."""
         began = time.monotonic()
-        judge = self._judge if call is ControlCall.UPDATE_TENSOR else None
+        judge = self._judge if call is self._way.call and self._way.has_verdicts else None
         reply = await self._agent.control(call, dict(body), _ANSWER_SECONDS, attempt=self._attempt, judge=judge)
         self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - began
         if call is ControlCall.FLUSH_CACHE and reply.status == HTTPStatus.BAD_REQUEST:
@@ -328,11 +332,16 @@ class _Load:
         verdicts = await self._verdicts.read_ended(self._attempt, self._ranks, limit, lambda: agent.state.up)
         return reply if not reply.ok or verdicts.is_loaded else refusal_reply(409, verdicts.message)
 
+    async def _read_verdicts(self) -> Verdicts:
+        if not self._way.has_verdicts:
+            return Verdicts((), self._ranks)
+        return await self._verdicts.read(self._attempt, self._ranks)
+
     async def _fail(self, error: Exception) -> ActivationError:
         """Restore what the engine held, or mark it dirty until a complete load, and return the error to raise."""
         agent = self._agent
         refusal = error.refusal if isinstance(error, RefusedError) else Refusal(RefusalCode.UPSTREAM_FAILED, str(error))
-        verdicts = await self._verdicts.read(self._attempt, self._ranks)
+        verdicts = await self._read_verdicts()
         if verdicts.found and not verdicts.is_loaded and verdicts.message not in refusal.message:
             refusal = Refusal(refusal.code, f"{refusal.message} {verdicts.message}")
         try:

@@ -18,6 +18,7 @@ from sglang_rollout.agent.staged.own_copy import OwnCopyWatch
 from sglang_rollout.agent.staged.saved import SavedVersions
 from sglang_rollout.agent.staged.stage import Stager, open_session
 from sglang_rollout.agent.staged.verdicts import VerdictFolder
+from sglang_rollout.agent.staged.ways import choose_way
 from sglang_rollout.internal.requests import deadline_of, read_message
 from sglang_rollout.proxy.address import Address
 from sglang_rollout.staging.copies import Copies
@@ -85,6 +86,8 @@ async def run_staged_service(
     verdicts: Path,
     state: Path,
     pipeline_size: int = 1,
+    data_size: int = 1,
+    model_path: str | None = None,
     head_pod: HeadPod | None = None,
     data_address: Address | None = None,
 ) -> AsyncIterator[StagedService]:
@@ -96,6 +99,8 @@ async def run_staged_service(
         verdicts: Folder that the engine's container writes.
         state: Folder of the agent's records.
         pipeline_size: Pipeline stages of the engine.
+        data_size: Replicas of the model in the engine.
+        model_path: Model that the engine was started with; None if only the engine knows it.
         head_pod: The agent's role in an engine with several pods; None for an engine of one pod.
         data_address: With ``head_pod``: where the other pods of the engine find the copies of this pod.
 
@@ -107,7 +112,9 @@ async def run_staged_service(
     members = None if head_pod is None or data_address is None else MemberPods(head_pod, copies, data_address)
     agent.list_copies = copies.status if members is None else members.list_copies
     async with open_session() as session:
-        activator = Activator(agent, copies, saved, Attempts(VerdictFolder(verdicts), members), pipeline_size=pipeline_size)
+        folder = VerdictFolder(verdicts)
+        way = choose_way(agent.engine, folder, data_size=data_size, model_path=model_path)
+        activator = Activator(agent, copies, saved, Attempts(folder, members), way, pipeline_size=pipeline_size)
         stager = Stager(copies, saved, session, lambda: activator.updates_in_use)
         try:
             yield StagedService(copies, stager, activator, OwnCopyWatch(agent, activator, saved), members)

@@ -53,13 +53,16 @@ class PodHere(Pod):
 
 
 @asynccontextmanager
-async def run_agent(folder: Path, engine_url: str, *, pipeline: int = 1, uid: str | None = None, pods: int = 1) -> AsyncIterator[PodHere]:
+async def run_agent(
+    folder: Path, engine_url: str, *, pipeline: int = 1, data: int = 1, uid: str | None = None, pods: int = 1
+) -> AsyncIterator[PodHere]:
     """Run an agent with transport Staged for the length of the block.
 
     Args:
         folder: Folder of the pod. With several pods its container has written a boot ID into it.
         engine_url: URL of the engine.
         pipeline: Pipeline stages of the engine.
+        data: Replicas of the model in the engine.
         uid: Demand signatures for this rollout.
         pods: Pods of the engine; this is its head pod.
     """
@@ -68,7 +71,7 @@ async def run_agent(folder: Path, engine_url: str, *, pipeline: int = 1, uid: st
         Engine(engine_url, boot_file=boot_file) as client,
         aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as http,
     ):
-        pod = PodHere(folder, engine_url, http, uid=uid, pipeline=pipeline)
+        pod = PodHere(folder, engine_url, http, uid=uid, pipeline=pipeline, data=data)
         signatures = Signatures(PublicKeys(pod.public_keys), uid) if uid is not None else None
         gate, records = MemoryGate(folder / "none"), RecordFile(folder / "agent")
         agent = Agent(name="e0", engine=client, gate=gate, record_file=records, signatures=signatures)
@@ -85,6 +88,7 @@ async def run_agent(folder: Path, engine_url: str, *, pipeline: int = 1, uid: st
             verdicts=pod.verdicts,
             state=folder / "agent",
             pipeline_size=pipeline,
+            data_size=data,
             head_pod=head,
             data_address=data_address,
         )

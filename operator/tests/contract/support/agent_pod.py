@@ -88,6 +88,7 @@ class Pod:
     data_port: int | None = None
     """Port of the agent for staged versions; None: the fleet has another transport."""
     pipeline: int = 1
+    data: int = 1
 
     def __post_init__(self) -> None:
         (self.folder / "token").write_text(self.token)
@@ -107,7 +108,8 @@ class Pod:
         more += ["--public-keys", str(self.public_keys), "--rollout-uid", self.uid] if self.uid else []
         if self.data_port is not None:
             more += ["--staging-volume", str(self.volume), "--verdicts-dir", str(self.verdicts)]
-            more += ["--data-listen", f"127.0.0.1:{self.data_port}", "--pipeline-size", str(self.pipeline)]
+            more += ["--data-listen", f"127.0.0.1:{self.data_port}"]
+            more += ["--pipeline-size", str(self.pipeline), "--data-size", str(self.data)]
         self.agent = Process(
             [
                 *("agent", "--name", self.name, "--engine-url", self.engine_url, "--listen", agent, "--gate-socket", sock),
@@ -246,6 +248,7 @@ async def run_pod(
     token: str = TOKEN,
     data_port: int | None = None,
     pipeline: int = 1,
+    data: int = 1,
 ) -> AsyncIterator[Pod]:
     """Run a pod for the length of the block."""
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True, limit=0)) as http:
@@ -262,6 +265,7 @@ async def run_pod(
             token=token,
             data_port=data_port,
             pipeline=pipeline,
+            data=data,
         )
         try:
             if start:
