@@ -241,9 +241,9 @@ class Weights(ApiModel):
 
     transport: Transport = Transport.DISTRIBUTED
     """`Distributed`: over a process group with the engines, or from disk if the trainer chooses it. `Disk`: only by
-    `update_weights_from_disk`; calls about process groups are refused. For engines with `parallelism.data` above 1. `Staged`: the trainer
-    sends a version to the weight store, over a process group or HTTP; engine pods copy it while engines generate; then engines load
-    their copies in a short pause. A change restarts engines if the old or the new value is `Staged`."""
+    `update_weights_from_disk`; calls about process groups are refused. `Staged`: the trainer sends a version to the weight store, over a
+    process group or HTTP; engine pods copy it while engines generate; then engines load their copies in a short pause. Engines with
+    `parallelism.data` above 1 need `Disk` or `Staged`. A change restarts engines if the old or the new value is `Staged`."""
     backend: Backend = Backend.NCCL
     """Backend of the process group if the trainer names none. `gloo` for CPU engines."""
     pause_mode: PauseMode = PauseMode.RETRACT
@@ -304,9 +304,9 @@ def rules_of_transports() -> list[dict[str, str]]:
     staged = f"{transport} == 'Staged'"
     return [
         rule(
-            f"self.mode != 'Standalone' || self.engine.parallelism.data == 1 || {transport} == 'Disk'",
-            "engine.parallelism.data above 1 needs weights.transport Disk: SGLang takes the weights of such copies from disk only. Set it,"
-            " and have the trainer call update_weights_from_disk; or use more engines (replicas) instead of data.",
+            f"self.mode != 'Standalone' || self.engine.parallelism.data == 1 || {transport} in ['Disk', 'Staged']",
+            "engine.parallelism.data above 1 needs weights.transport Staged or Disk: SGLang cannot then take weights over a process group."
+            " Set one of them, or use more engines (replicas) instead of data.",
             field=".engine",
         ),
         rule(

@@ -9,6 +9,7 @@ from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.api.weights_spec import Medium, Staging
 from sglang_rollout.controller.render import names
 from sglang_rollout.controller.render.common import Object, container_ports, memory_volume, parse_quantity
+from sglang_rollout.sglang.sizes import loads_folders
 from sglang_rollout.wire.ports import STAGING_PORT
 
 LOADER = "sglang_rollout_loader.load"
@@ -64,13 +65,15 @@ def engine_mounts(rollout: SGLangRollout) -> list[Object]:
 
 def agent_arguments(rollout: SGLangRollout) -> list[str]:
     """Return the arguments that the agent has in addition."""
+    sizes = rollout.spec.engine.parallelism
     if staging_of(rollout) is None:
         return []
     return [
         *("--staging-volume", names.STAGED_DIR),
         *("--verdicts-dir", names.VERDICTS_DIR),
         *("--data-listen", f"[::]:{STAGING_PORT}"),
-        *("--pipeline-size", str(rollout.spec.engine.parallelism.pipeline)),
+        *("--pipeline-size", str(sizes.pipeline)),
+        *(("--data-size", str(sizes.data)) if sizes.data > 1 else ()),
     ]
 
 
@@ -81,12 +84,12 @@ def agent_ports(rollout: SGLangRollout) -> Object:
 
 def engine_arguments(rollout: SGLangRollout) -> list[str]:
     """Return the arguments that SGLang has in addition."""
-    return [] if staging_of(rollout) is None else ["--custom-weight-loader", LOADER]
+    return ["--custom-weight-loader", LOADER] if _has_loader(rollout) else []
 
 
 def start_lines(rollout: SGLangRollout) -> str:
     """Return the lines by which the start script lets SGLang find the loader. The image may have folders of its own in the variable."""
-    if staging_of(rollout) is None:
+    if not _has_loader(rollout):
         return ""
     return f'export PYTHONPATH="{names.LOADER_DIR}${{PYTHONPATH:+:$PYTHONPATH}}"\n'
 
@@ -95,6 +98,10 @@ def pod_revision(rollout: SGLangRollout) -> Object:
     """Return the settings that change an engine pod; empty with another transport."""
     staging = staging_of(rollout)
     return {} if staging is None else staging.model_dump(mode="json", by_alias=True, include={"copies", "size_limit", "medium"})
+
+
+def _has_loader(rollout: SGLangRollout) -> bool:
+    return staging_of(rollout) is not None and not loads_folders(rollout.spec.engine.parallelism.data)
 
 
 def _mounts(rollout: SGLangRollout, access: Object) -> list[Object]:
