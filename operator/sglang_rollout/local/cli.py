@@ -37,7 +37,7 @@ from sglang_rollout.api.weights_spec import (
 )
 from sglang_rollout.credentials import CredentialFile
 from sglang_rollout.local.plan import EngineArg, Folders, Plan, count_ports, parse_engine
-from sglang_rollout.local.sizes import Sizes, SizesError, check_loaders, check_sizes, describe_loader, read_sizes, with_reported_stages
+from sglang_rollout.local.sizes import Sizes, SizesError, check_loaders, check_sizes, describe_loader, read_sizes, with_reported_sizes
 from sglang_rollout.local.supervisor import Supervisor
 from sglang_rollout.proxy.address import Address
 from sglang_rollout.proxy.cli import ADDRESS, NO_HAPROXY, find_haproxy, limits_option, processors_option
@@ -70,9 +70,10 @@ class NotReadyError(CannotStartError):
     "engines",
     multiple=True,
     required=True,
-    metavar="URL[,tp=N][,pp=N]",
+    metavar="URL[,tp=N][,pp=N][,dp=N]",
     help="SGLang server, started now or later; repeat for more. tp=N: required tensor parallel size [default: what the server reports]."
-    " pp=N: pipeline stages, for transport Staged [default: what the server reports, or 1 if it is not up].",
+    " pp=N: pipeline stages, dp=N: replicas of the model, both for transport Staged [default: what the server reports, or 1 if it is not"
+    " up].",
 )
 @click.option("--listen", type=ADDRESS, default="127.0.0.1:30000", show_default=True, help="Address of the fleet's URL.")
 @click.option(
@@ -203,7 +204,7 @@ def command(
     )
     plan = Plan(
         listen=listen,
-        engines=with_reported_stages(parsed, found),
+        engines=with_reported_sizes(parsed, found),
         weights=weights,
         store_python=sys.executable if store_python is None else str(store_python.absolute()),
         policy=policy,

@@ -30,6 +30,8 @@ _STORE_PORTS = 2
 STORE = f"{NAME}-store"
 """Name of the weight store."""
 
+_SIZES = ("tp", "pp", "dp")
+"""Parallel sizes of an ``--engine`` option."""
 _MODULE = ("-m", "sglang_rollout.cli")
 _PROGRAM = (sys.executable, *_MODULE)
 _PACKAGES = Path(__file__).parents[2]
@@ -45,6 +47,8 @@ class EngineArg:
     """Required tensor parallel size. None: any size, as the engine reports."""
     pipeline_size: int = 1
     """Pipeline stages, whose ranks all load a staged version."""
+    data_size: int = 1
+    """Replicas of the model, which all load a staged version."""
 
     @property
     def url(self) -> str:
@@ -257,7 +261,7 @@ def count_ports(engines: int, *, staged: bool = False) -> int:
 
 
 def parse_engine(text: str, default_tensor_size: int | None = None) -> EngineArg:
-    """Parse ``http://host:port``, ``http://host:port,tp=2`` or ``http://host:port,tp=2,pp=2``.
+    """Parse ``http://host:port``, ``http://host:port,tp=2`` or ``http://host:port,tp=2,pp=2,dp=2``.
 
     Args:
         text: Value of an ``--engine`` option.
@@ -270,14 +274,15 @@ def parse_engine(text: str, default_tensor_size: int | None = None) -> EngineArg
     sizes: dict[str, int] = {}
     for option in options:
         key, _, value = option.partition("=")
-        if key.strip() not in ("tp", "pp") or not value.strip().isdigit() or int(value) < 1:
-            raise ValueError(f"{option!r} in {text!r} is not valid: only tp=<tensor parallel size> and pp=<stages> may follow the URL")
+        if key.strip() not in _SIZES or not value.strip().isdigit() or int(value) < 1:
+            allowed = "tp=<tensor parallel size>, pp=<stages> and dp=<replicas>"
+            raise ValueError(f"{option!r} in {text!r} is not valid: only {allowed} may follow the URL")
         sizes[key.strip()] = int(value)
     parts = urlsplit(url if "://" in url else f"http://{url}")
     if parts.scheme != "http" or parts.path.strip("/") or parts.query or parts.username:
         raise ValueError(f"{url!r} is not the URL of an SGLang server: write http://host:port")
     try:
-        return EngineArg(Address.parse(parts.netloc), sizes.get("tp", default_tensor_size), sizes.get("pp", 1))
+        return EngineArg(Address.parse(parts.netloc), sizes.get("tp", default_tensor_size), sizes.get("pp", 1), sizes.get("dp", 1))
     except ValueError as error:
         raise ValueError(f"{url!r} is not the URL of an SGLang server: {error}") from None
 
@@ -302,7 +307,7 @@ def _staging_options(name: str, engine: EngineArg, data: Address, folders: Folde
     """Return the arguments of an agent for transport Staged."""
     return (
         *("--staging-volume", str(folders.staged(name)), "--verdicts-dir", str(folders.verdicts(name))),
-        *("--data-listen", str(data), "--pipeline-size", str(engine.pipeline_size)),
+        *("--data-listen", str(data), "--pipeline-size", str(engine.pipeline_size), "--data-size", str(engine.data_size)),
     )
 
 

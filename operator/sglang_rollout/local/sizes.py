@@ -9,12 +9,12 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 
 from sglang_rollout.api.weights_spec import Transport, Weights
 from sglang_rollout.local.plan import EngineArg
+from sglang_rollout.sglang.sizes import loads_folders, read_replicas, read_size
 from sglang_rollout.staging.payload import LOADER
 
 _TIMEOUT_SECONDS = 5.0
@@ -61,10 +61,7 @@ def check_sizes(sizes: Mapping[EngineArg, Sizes], weights: Weights) -> None:
                 f"engine {engine.url} runs with tensor parallel size {found.tensor}, and the command line says {engine.tensor_size}:"
                 f" leave the size out, or start the engine with --tp-size {engine.tensor_size}"
             )
-        if weights.transport is Transport.DISK:
-            continue
-        if weights.is_staged:
-            _check_data_size(engine, found)
+        if weights.transport in (Transport.DISK, Transport.STAGED):
             continue
         for what, size, flag in (("pipeline", found.pipeline, "--pp-size"), ("data", found.data, "--dp-size")):
             if size > 1:
@@ -75,14 +72,6 @@ def check_sizes(sizes: Mapping[EngineArg, Sizes], weights: Weights) -> None:
                 )
 
 
-def _check_data_size(engine: EngineArg, found: Sizes) -> None:
-    if found.data > 1:
-        raise SizesError(
-            f"engine {engine.url} runs with data parallel size {found.data}: SGLang loads no staged versions into such copies."
-            """ Start the engine with --dp-size 1, or use --weights '{"transport": "Disk"}'"""
-        )
-
-
 def check_loaders(sizes: Mapping[EngineArg, Sizes], folder: Path) -> None:
     """Check that engines can load staged versions.
 
@@ -91,10 +80,10 @@ def check_loaders(sizes: Mapping[EngineArg, Sizes], folder: Path) -> None:
         folder: Folder with the loader.
 
     Raises:
-        SizesError: An engine was started without the loader.
+        SizesError: An engine that needs the loader was started without it.
     """
     for engine, found in sizes.items():
-        if LOADER not in found.loaders:
+        if LOADER not in found.loaders and not loads_folders(found.data):
             raise SizesError(
                 f"engine {engine.url} was started without the loader of staged versions: start it with {describe_loader(folder)}"
             )
@@ -105,9 +94,10 @@ def describe_loader(folder: Path) -> str:
     return f"the variable PYTHONPATH={folder} and the option --custom-weight-loader {LOADER}"
 
 
-def with_reported_stages(engines: Sequence[EngineArg], sizes: Mapping[EngineArg, Sizes]) -> tuple[EngineArg, ...]:
-    """Return the engines with the pipeline stages that they report. Engines that do not answer keep those of the command line."""
-    return tuple(replace(engine, pipeline_size=sizes[engine].pipeline) if engine in sizes else engine for engine in engines)
+def with_reported_sizes(engines: Sequence[EngineArg], sizes: Mapping[EngineArg, Sizes]) -> tuple[EngineArg, ...]:
+    """Return the engines with the stages and replicas that they report. Engines that do not answer keep those of the command line."""
+    known = {engine: replace(engine, pipeline_size=found.pipeline, data_size=found.data) for engine, found in sizes.items()}
+    return tuple(known.get(engine, engine) for engine in engines)
 
 
 async def _read_engine_sizes(http: aiohttp.ClientSession, engine: EngineArg) -> Sizes | None:
@@ -125,15 +115,8 @@ async def _read_engine_sizes(http: aiohttp.ClientSession, engine: EngineArg) -> 
         return None
     except ValueError:
         raise SizesError(f"{engine.url} {_NO_SGLANG}") from None
-    if not isinstance(info, dict) or _size(info, "tp_size") is None:
+    if not isinstance(info, dict) or read_size(info, "tp_size") is None:
         raise SizesError(f"{engine.url} {_NO_SGLANG}")
-    # Releases up to 0.5.21 report the width of attention data parallelism as dp_size.
-    data = 1 if info.get("enable_dp_attention") else _size(info, "dp_size")
     loaders = info.get("custom_weight_loader")
     names = tuple(map(str, loaders)) if isinstance(loaders, list) else ()
-    return Sizes(_size(info, "tp_size") or 1, _size(info, "pp_size") or 1, data or 1, names)
-
-
-def _size(info: Mapping[str, Any], key: str) -> int | None:
-    value = info.get(key)
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+    return Sizes(read_size(info, "tp_size") or 1, read_size(info, "pp_size") or 1, read_replicas(info), names)

@@ -28,7 +28,7 @@ from tests.support.ports import free_port
 SCALES = (0.6, 0.8, 1.5)
 """Factors of the model's tensors, which give weights that differ from each other and from the model's own."""
 OLD = {"stand-in": (), "old": (0, 1), "mixed": (0,), "sglang": (), "sglang-old": (0, 1), "sglang-mixed": (0,)} | {
-    "staged": (), "staged-mixed": (0,), "sglang-staged": (), "sglang-staged-mixed": (0,),
+    "staged": (), "staged-mixed": (0,), "sglang-staged": (), "sglang-staged-mixed": (0,), "staged-data": (), "sglang-staged-data": (),
 }  # fmt: skip
 """Indexes of the engines of each kind that are SGLang 0.5.20, or behave like it."""
 REFERENCE = """
@@ -125,6 +125,8 @@ def is_staged(kind: str) -> bool:
 
 def _engine(kind: str, index: int, folder: Path) -> Engine:
     old, log = index in OLD[kind], folder / f"engine-{index}.log"
+    if kind.endswith("-data"):
+        return _two_replicas(kind, log)
     loader = ["--custom-weight-loader", LOADER] if is_staged(kind) else []
     if not kind.startswith("sglang"):
         return stand_in(free_port(), log, *(["--old"] if old else []), *loader)
@@ -132,6 +134,16 @@ def _engine(kind: str, index: int, folder: Path) -> Engine:
     if loader:
         path = os.pathsep.join([str(install_loader(folder / "state")), engine.environment["PYTHONPATH"]])
         engine.environment = engine.environment | {"PYTHONPATH": path}
+    return engine
+
+
+def _two_replicas(kind: str, log: Path) -> Engine:
+    """Return an engine with two data-parallel replicas, which needs no loader."""
+    if not kind.startswith("sglang"):
+        return stand_in(free_port(), log, "--data", "2")
+    engine = sglang(free_port(), log, args=["--dp-size", "2"])
+    cores = "|".join(str(replica % (os.cpu_count() or 1)) for replica in range(2))
+    engine.environment = engine.environment | environment.SEVERAL_RANKS | {"SGLANG_CPU_OMP_THREADS_BIND": cores}
     return engine
 
 

@@ -21,7 +21,7 @@ PLAN = Plan(
 )
 STAGED = replace(
     PLAN,
-    engines=(ENGINES[0], parse_engine("127.0.0.1:1002,tp=2,pp=3")),
+    engines=(ENGINES[0], parse_engine("127.0.0.1:1002,tp=2,pp=3,dp=4")),
     weights=Weights(transport=Transport.STAGED, staging=Staging(size_limit="1Gi")),
     ports=tuple(range(24001, 24016)),
     store_python="/torch/bin/python",
@@ -76,7 +76,7 @@ def test_transport_staged_adds_a_weight_store_and_data_ports() -> None:
     assert count_ports(2, staged=True) == 15 == len(STAGED.ports)
     store, agent, front = lines["local-store"], lines["local-engine-1-agent"], lines["front"]
     assert store[:4] == ("/torch/bin/python", "-m", "sglang_rollout.cli", "store")
-    assert agent[agent.index("--pipeline-size") + 1] == "3"
+    assert (agent[agent.index("--pipeline-size") + 1], agent[agent.index("--data-size") + 1]) == ("3", "4")
     folders = {line[line.index(option) + 1] for line, option in ((store, "--volume"), (agent, "--staging-volume"))}
     assert folders == {"/s/staged/local-store", "/s/staged/local-engine-1"}
     assert front[front.index("--store") + 1] == store[store.index("--data-listen") + 1], "pieces of uploads go straight to the store"
@@ -104,7 +104,9 @@ def test_every_process_is_a_target_of_prometheus_where_its_pod_serves_metrics() 
     assert smg["labels"]["__metrics_path__"] == "/metrics/smg"  # type: ignore[index]
 
 
-@pytest.mark.parametrize("text", ["https://x:1", "http://x", "http://x:1/path", "http://x:1,tp=0", "http://x:1,pp=0", "http://u@x:1", ""])
+@pytest.mark.parametrize(
+    "text", ["https://x:1", "http://x", "http://x:1/path", "http://x:1,tp=0", "http://x:1,pp=0", "http://x:1,dp=0", "http://u@x:1", ""]
+)
 def test_a_malformed_engine_option_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"is not valid|is not the URL"):
         parse_engine(text)

@@ -24,14 +24,15 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from sglang_rollout.api.weights_spec import Transport, Weights
+from sglang_rollout.api.weights_spec import Staging, Transport, Weights
 from sglang_rollout.credentials import CredentialFile
 from sglang_rollout.local import cli
-from sglang_rollout.local.plan import Child, EngineArg
-from sglang_rollout.local.sizes import Sizes, SizesError, check_sizes, read_sizes
+from sglang_rollout.local.plan import Child, EngineArg, parse_engine
+from sglang_rollout.local.sizes import Sizes, SizesError, check_loaders, check_sizes, read_sizes, with_reported_sizes
 from sglang_rollout.local.supervisor import ChildProcess, Supervisor
 from sglang_rollout.proxy.address import Address
 from sglang_rollout.sglang.api import PauseMode
+from sglang_rollout.staging.payload import LOADER
 from sglang_rollout.testing import StandIn
 from tests.support.ports import free_port
 
@@ -155,8 +156,23 @@ async def test_reported_sizes_are_checked_at_the_start(status: int, info: dict[s
             check_sizes(await read_sizes([engine]), Weights())
 
 
-def test_pipeline_and_data_parallel_engines_need_the_disk_transport() -> None:
+def test_pipeline_and_data_parallel_engines_need_another_transport() -> None:
     check_sizes({ONE: Sizes(2, pipeline=2, data=2)}, Weights(transport=Transport.DISK))
+    check_sizes({ONE: Sizes(2, pipeline=2, data=2)}, Weights(transport=Transport.STAGED, staging=Staging(size_limit="1Gi")))
+
+
+def test_engines_that_load_folders_need_no_loader(tmp_path: Path) -> None:
+    check_loaders({ONE: Sizes(1, data=2), EngineArg(Address("127.0.0.1", 30102)): Sizes(1, loaders=(LOADER,))}, tmp_path)
+    with pytest.raises(SizesError, match="without the loader"):
+        check_loaders({ONE: Sizes(1)}, tmp_path)
+
+
+def test_what_an_engine_reports_replaces_the_sizes_of_the_command_line() -> None:
+    silent = parse_engine("http://127.0.0.1:30102,pp=2,dp=3")
+    found = with_reported_sizes(
+        (parse_engine("http://127.0.0.1:30101,dp=3"), silent), {parse_engine("http://127.0.0.1:30101,dp=3"): Sizes(1)}
+    )
+    assert [(engine.pipeline_size, engine.data_size) for engine in found] == [(1, 1), (2, 3)]
 
 
 def test_options_of_transport_staged_that_do_not_fit_are_refused(tmp_path: Path) -> None:
