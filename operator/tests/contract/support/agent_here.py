@@ -92,11 +92,11 @@ async def run_agent(
             head_pod=head,
             data_address=data_address,
         )
-        async with service as staged, TestServer(staged.data_app(), port=data_address.port) as data:
+        async with service as staged, TestServer(staged.data_app(), port=data_address.port) as server_of_data:
             app = make_app(agent, credentials=Credentials(TOKEN), fence=fence, staged=staged, head_pod=head)
             async with TestServer(app, port=gate_address.port) as server:
                 pod.copies = staged._copies
-                pod.agent_url, pod.data_url = (str(made.make_url("")).rstrip("/") for made in (server, data))
+                pod.agent_url, pod.data_url = (str(made.make_url("")).rstrip("/") for made in (server, server_of_data))
                 watches = [agent.observe, agent.gate.settle, fence.watch_lease, SpecStateWatch(agent).watch, staged.own_copy.watch]
                 watches += [head.watch] if head is not None else []
                 watches += [staged.members.watch] if staged.members is not None else []
