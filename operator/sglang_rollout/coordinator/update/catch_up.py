@@ -49,8 +49,8 @@ def find_source(fleet: Fleet) -> Checkpoint | StagedVersion | None:
     version = fleet.weights.staged if fleet.is_staged else None
     if version is None:
         return find_checkpoint(fleet)
-    store = fleet.store
-    stored = store is not None and (store.holds(version) or store.is_fetching)
+    # Engines that wait for a copy are in no update, so none waits before a pod has the whole version.
+    stored = fleet.store is not None and fleet.store.holds(version)
     return version if stored or holders(fleet, version) else None
 
 

@@ -148,8 +148,17 @@ def _two_replicas(kind: str, log: Path) -> Engine:
 
 
 @contextmanager
-def fleet(kind: str, folder: Path, number: int = 2, *, options: Sequence[str] = (), **policy: Any) -> Iterator[Fleet]:
-    """Run engines of a kind behind ``sglang-rollout local`` with ``options``. ``policy``: further fields of ``spec.weights``."""
+def fleet(kind: str, folder: Path, number: int = 2, *, options: Sequence[str] = (), serves: bool = True, **policy: Any) -> Iterator[Fleet]:
+    """Run engines of a kind behind ``sglang-rollout local``.
+
+    Args:
+        kind: Kind of the engines.
+        folder: Folder of logs and state.
+        number: Number of engines.
+        options: Further options of the command.
+        serves: False: the fleet may not serve at its start.
+        policy: Further fields of ``spec.weights``.
+    """
     with ExitStack() as stack:
         made = []
         for index in range(number):
@@ -171,7 +180,8 @@ def fleet(kind: str, folder: Path, number: int = 2, *, options: Sequence[str] = 
         stack.callback(local.terminate)
         names, ranks = list(read_folder(environment.model())), 1 if is_staged(kind) else number
         found = Fleet(kind, f"http://{address}", made, names, _expected(kind, folder), ranks, folder)
-        found.serving(number, 90)
+        if serves:
+            found.serving(number, 90)
         yield found
 
 
