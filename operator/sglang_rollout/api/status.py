@@ -386,6 +386,8 @@ class Reason(StrEnum):
     """The router pod does not run."""
     STORE_NOT_READY = "StoreNotReady"
     """The weight store does not run (`weights.transport: Staged`). The engines serve, and the fleet takes no new weights."""
+    SNAPSHOT_FAILED = "SnapshotFailed"
+    """The weight store could not write its newest snapshot (`weights.store.snapshots`). The fleet serves and takes weights."""
     UPDATING = "Updating"
     """A rolling update of the engines' pods is running."""
     SCALING = "Scaling"

@@ -198,8 +198,11 @@ class _StateCollector(Collector):
         yield GaugeMetricFamily(f"{PREFIX}_version_bytes", "Bytes of all versions in the store.", value=held)
         yield GaugeMetricFamily(f"{PREFIX}_process_groups", "Open process groups.", value=len(status.groups))
         yield CounterMetricFamily(f"{PREFIX}_uploaded_bytes", "Bytes of uploaded pieces.", value=self._store.uploads.bytes)
-        snapshots = status.snapshots
-        if snapshots is not None:
-            usable = sum(not each.problem for each in snapshots.snapshots)
-            yield GaugeMetricFamily(f"{PREFIX}_snapshots", "Usable snapshots on the volume.", value=usable)
-            yield CounterMetricFamily(f"{PREFIX}_snapshot_failures", "Snapshots that could not be written.", value=snapshots.failures)
+        # Without snapshots these have no value.
+        usable = GaugeMetricFamily(f"{PREFIX}_snapshots", "Usable snapshots on the volume.")
+        failures = CounterMetricFamily(f"{PREFIX}_snapshot_failures", "Failed attempts to write a snapshot.")
+        if status.snapshots is not None:
+            usable.add_metric([], sum(not each.problem for each in status.snapshots.snapshots))
+            failures.add_metric([], status.snapshots.failures)
+        yield usable
+        yield failures

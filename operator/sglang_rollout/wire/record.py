@@ -264,6 +264,8 @@ class Record(Message):
     """Whether the NetworkPolicies are enforced. None: the fleet has none, or no engine could be checked."""
     callers_forbidden: bool = False
     """True if the coordinator may not watch pods and namespaces of the cluster, although ``spec.security`` selects callers there."""
+    snapshot_problem: str = ""
+    """Why the weight store could not write its newest snapshot, as a sentence; empty if it wrote it, or writes none."""
     holder: str = ""
     """Caller of the trainer that holds the fleet, or held it last; empty: not known. An open update belongs to this caller."""
 

@@ -350,7 +350,7 @@ def _degraded(summary: FleetSummary) -> Finding:
     interruption = _find_interruption(summary)
     if interruption is not None and interruption[0] is Reason.TRAINER_LOST:
         return Finding(kind, "True", *interruption)
-    checks = (_check_certificate, _check_callers, _check_store, _check_last_update, _check_nodes, _check_prefetch)
+    checks = (_check_certificate, _check_callers, _check_store, _check_last_update, _check_nodes, _check_prefetch, _check_snapshots)
     if found := next(filter(None, (check(summary) for check in checks)), None):
         return Finding(kind, "True", *found)
     return Finding(kind, "False", Reason.AS_EXPECTED, "Nothing needs attention.")
@@ -376,6 +376,11 @@ def _check_callers(summary: FleetSummary) -> tuple[Reason, str] | None:
 def _check_store(summary: FleetSummary) -> tuple[Reason, str] | None:
     fleet = summary.fleet
     return (Reason.STORE_NOT_READY, describe_store_problem(fleet)) if has_store_failed(fleet) else None
+
+
+def _check_snapshots(summary: FleetSummary) -> tuple[Reason, str] | None:
+    problem = summary.fleet.record.snapshot_problem if summary.fleet.record else ""
+    return (Reason.SNAPSHOT_FAILED, problem) if problem else None
 
 
 def _check_last_update(summary: FleetSummary) -> tuple[Reason, str] | None:

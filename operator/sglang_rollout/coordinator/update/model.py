@@ -348,5 +348,6 @@ class Fleet:
             engine_checksums={name: noted for name, noted in weights.engine_checksums.items() if name in self.engines},
             isolation=self.isolation if self.is_isolated else None,
             callers_forbidden=self.callers_forbidden,
+            snapshot_problem=self.store.snapshot_problem if self.store is not None else "",
             holder=self.holder,
         )

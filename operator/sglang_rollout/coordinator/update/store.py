@@ -62,6 +62,12 @@ class Store:
         copy = self.find_copy(version.update)
         return copy is not None and copy.digest == version.digest
 
+    @property
+    def snapshot_problem(self) -> str:
+        """Why the newest snapshot could not be written, as a sentence; empty if it was written, or if the store is away."""
+        snapshots = self.status.snapshots if self.status is not None and self.is_up else None
+        return snapshots.message if snapshots is not None else ""
+
     def has_snapshot(self, version: StagedVersion) -> bool:
         """Return True if the store has a usable snapshot of a version."""
         snapshots = self.status.snapshots if self.status is not None else None

@@ -118,3 +118,13 @@ def test_an_earlier_version_becomes_a_new_one_on_request() -> None:
     last = world.machine.fleet.last_update
     assert last is not None
     assert (last.author, last.version.label) == ("admin/person", "1-restored-3")
+
+
+def test_the_record_says_that_the_newest_snapshot_could_not_be_written() -> None:
+    world = world_with_snapshots()
+    world.push("1")
+    world.store.message = "The volume is full."
+    world.settle()
+    saved = world.machine.fleet.record()
+    assert saved is not None
+    assert saved.snapshot_problem == "The volume is full."

@@ -56,6 +56,8 @@ class SimulatedStore:
     """Versions on the volume by update; None: there is no volume."""
     damaged: set[str] = field(default_factory=set)
     """Updates whose snapshots cannot be read."""
+    message: str = ""
+    """Why the newest snapshot could not be written."""
 
     @property
     def serves_copies(self) -> bool:
@@ -91,7 +93,7 @@ class SimulatedStore:
             for update, copy in self.snapshots.items()
             if copy.version is not None
         ]
-        return SnapshotsState(snapshots=found)
+        return SnapshotsState(snapshots=found, message=self.message)
 
     def call(self, path: str, body: dict[str, Any], token: object, *, works: bool) -> Result:
         if not self.answers:

@@ -368,6 +368,16 @@ def test_status_quotes_why_the_pod_of_the_store_cannot_be_created() -> None:
     assert ready(seen)[2].endswith("The pod of StatefulSet demo-store cannot be created: exceeded quota.")
 
 
+def test_a_snapshot_that_cannot_be_written_needs_attention_and_nothing_else_changes() -> None:
+    wanted = staged()
+    problem = "The volume of /snapshots is full."
+    noted = record(row(0), row(1)).model_copy(update={"snapshot_problem": problem})
+    seen = fleet([engine(0, wanted), engine(1, wanted), store_pod(wanted)], noted, wanted)
+    found = condition(status_of(seen), "Degraded")
+    assert (found["status"], found["reason"], found["message"]) == ("True", "SnapshotFailed", problem)
+    assert ready(seen)[:2] == ("True", "AllServing")
+
+
 def test_events_report_a_lost_store() -> None:
     wanted = staged()
     engines = [engine(0, wanted), engine(1, wanted)]
