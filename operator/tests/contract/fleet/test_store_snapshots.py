@@ -95,7 +95,7 @@ def test_a_fleet_that_was_powered_off_serves_its_version_again_without_a_push(ki
         assert "The fleet serves version 1 again, as version 1/3 with label 1-restored-3" in printed
         check_held(lab, first, "1-restored-3")
         with uploader(lab) as uploads:
-            assert uploads.push(second, "4")["state"] == "committed", "the trainer goes on"
+            assert uploads.push(second, "4")["state"] == "committed", "the trainer continues"
         check_held(lab, second, "4")
 
 

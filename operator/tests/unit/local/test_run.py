@@ -192,6 +192,9 @@ def test_options_of_transport_staged_that_do_not_fit_are_refused(tmp_path: Path)
         latest = '{"versionPolicy": "LatestOnly"}'
         in_turn = ("--transport", "Staged", *state, *limit, "--activation", "Rolling", "--weights", latest)
         assert "needs versionPolicy MaxStaleness" in refused(*line, *in_turn)
+        assert "--snapshots belongs to --transport Staged" in refused(*line, "--snapshots", str(tmp_path))
+        claim = '{"store": {"snapshots": {"volume": {"claim": "policy"}}}}'
+        assert "needs hostPath without Kubernetes" in refused(*line, "--transport", "Staged", *state, *limit, "--weights", claim)
 
 
 def test_an_unwritable_folder_is_refused(tmp_path: Path) -> None:
