@@ -22,12 +22,15 @@ import pytest
 from e2e import stand_in
 from e2e.cases.actions import ask_engines, document, forward, push, serving
 from e2e.cases.conftest import ready, remove, remove_stand, sample, trainer_pod
+from e2e.cases.security.callers import SILENT, reach
 from e2e.cases.stand_in_rollout import StandInRollout
 from e2e.cases.test_faults import member, members, restarts
 from e2e.chaos.tokens import FEW, known
 from e2e.chaos.trainer_process import Trainer
 from e2e.chaos.watch import Watch
 from e2e.kube import Kubectl, Refused, condition, eventually
+from e2e.neighbours import policy_agent
+from sglang_rollout.wire.ports import STAGING_PORT, STORE_PORT
 
 UPDATES = int(os.environ.get("STAGED_UPDATES", "6"))
 NAME, STAND = "staged", "copies"
@@ -221,6 +224,40 @@ def test_the_store_runs_at_the_restricted_level_of_pod_security(kubectl: Kubectl
         Kubectl(namespace)("create", "--dry-run=server", "-f", "-", stdin=json.dumps(copy))
     finally:
         kubectl("delete", "namespace", namespace, "--wait=false")
+
+
+@pytest.mark.neighbours
+def test_enforced_policies_admit_what_transport_staged_needs_and_nothing_else(
+    kubectl: Kubectl, stand: StandInRollout, uploader: Trainer, client: str, tmp_path: Path
+) -> None:
+    """Uploads, copies between pods, and the process group of trainer and store, in both directions."""
+    engine, store = f"{stand.engine(0)}-0", f"{stand.name}-store-0"
+    with policy_agent.running(tmp_path):
+        eventually("the condition is Enforced", lambda: stand.condition("NetworkIsolated")["reason"] == "Enforced", within=120, every=2)
+        stand.push(uploader)
+        for pod in (engine, store):
+            replace_pod(kubectl, pod)
+            eventually("all pods hold the version", lambda: holds_everywhere(stand.url))
+        with one_group_trainer(kubectl, client, stand.name, "stand-in", tmp_path) as trainer:
+            trainer.begin(stand.label())
+            assert trainer.outcome(120)["ok"]
+        closed = ((store, STORE_PORT), (store, STAGING_PORT), (engine, STAGING_PORT))
+        urls = [f"http://{kubectl.get('pod', pod)['status']['podIP']}:{port}/" for pod, port in closed]
+        assert reach(kubectl, "trainer", *urls) == [SILENT] * 3
+
+
+def replace_pod(kubectl: Kubectl, pod: str) -> None:
+    """Delete a pod, and wait until its successor exists."""
+    before = uid(kubectl, pod)
+    kubectl("delete", "pod", pod, "--grace-period=1", "--wait=false")
+    eventually(f"pod {pod} is replaced", lambda: uid(kubectl, pod) != before)
+
+
+def holds_everywhere(url: str) -> bool:
+    """Return whether both engines serve the committed version, and their pods and the weight store hold it."""
+    seen = document(url)
+    rows = [*(member["staged"] for member in seen["members"]), seen["store"]["copies"]]
+    return seen["serving"] == 2 and seen["store"]["up"] and all(seen["committed"] in [copy["version"] for copy in row] for row in rows)
 
 
 # --- a process group that stays open -----------------------------------------------------------------------------------
