@@ -90,7 +90,7 @@ async def commit_staged(fleet: Fleet, *, answer_now: bool = True, answer_when_st
     await _write_commit(fleet, update, staged)
     await _load_rest(fleet, update, staged)
     answer = await _finish(fleet, update, staged)
-    return (await reply_and_fence_dropped(fleet, answer)) if answer_now or not answer.success else answer
+    return (await reply_and_fence_dropped(fleet, answer, besides=staged.fenced)) if answer_now or not answer.success else answer
 
 
 def staged_part(update: Update) -> StagedUpdate:

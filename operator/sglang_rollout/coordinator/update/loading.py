@@ -182,6 +182,7 @@ async def load_groups(fleet: Fleet, update: Update, staged: StagedUpdate, *, is_
         await drop_failed(fleet, update, staged, results, "did not load the version")
         if in_turn or not is_open:
             await return_to_service(fleet, update, staged)
+            staged.fenced |= {name for name in wave if name in update.dropped}
             failed = {name: update.dropped[name] for name in wave if name in update.dropped and fleet.engines[name].reachable}
             await fence(fleet, failed, describe_dropped(failed))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from sglang_rollout.coordinator.update.interruption import Cause
 from sglang_rollout.coordinator.update.membership import engines_without_tensors, is_enough
@@ -192,9 +192,15 @@ def partial_message(fleet: Fleet, dropped: Mapping[str, str]) -> str:
     return f"{holding}; the others {then}: {describe_dropped(dropped)}"
 
 
-async def reply_and_fence_dropped(fleet: Fleet, answer: Answer) -> Answer:
-    """Answer the trainer, then fence the engines that its commit left behind. A hanging engine must not delay the answer."""
-    dropped = answer.fleet.get(FENCED, {})
+async def reply_and_fence_dropped(fleet: Fleet, answer: Answer, *, besides: Collection[str] = ()) -> Answer:
+    """Answer the trainer, then fence the engines that its commit left behind. A hanging engine must not delay the answer.
+
+    Args:
+        fleet: The fleet.
+        answer: The answer about the commit.
+        besides: Engines that are fenced already.
+    """
+    dropped = {name: why for name, why in answer.fleet.get(FENCED, {}).items() if name not in besides}
     if dropped:
         await reply(answer)
         await fence(fleet, [name for name in dropped if _is_reachable(fleet, name)], describe_dropped(dropped))

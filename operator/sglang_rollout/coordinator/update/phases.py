@@ -133,6 +133,8 @@ class StagedUpdate:
     """Engines that have loaded and acknowledged it."""
     running: list[str] = field(default_factory=list)
     """Engines among them that generate again already, because engines load in turn."""
+    fenced: set[str] = field(default_factory=set)
+    """Engines that failed and are fenced already, because engines load in turn. They may load the version by themselves now."""
     unflushed: list[str] = field(default_factory=list)
     """Engines among them that kept their prefix caches, because requests still run."""
     checksums: dict[int, tuple[str, ...]] = field(default_factory=dict)

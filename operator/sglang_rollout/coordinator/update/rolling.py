@@ -67,7 +67,7 @@ def is_stopped(fleet: Fleet) -> bool:
 def find_waiting(fleet: Fleet) -> list[str]:
     """Return the engines that serve an older version and can load the committed one now."""
     version = fleet.weights.staged
-    if version is None:
+    if version is None or not fleet.tolerated():
         return []
     return [name for name in holders(fleet, version) if _may_load(fleet, name)]
 
@@ -82,7 +82,7 @@ def find_next_load(fleet: Fleet) -> list[str]:
 def find_without_copy(fleet: Fleet) -> str | None:
     """Return an engine that serves an older version and whose pod lacks a copy of the committed one; None if there is none."""
     version = fleet.weights.staged
-    if version is None or version.update not in kept_updates(fleet):
+    if version is None or not fleet.tolerated() or version.update not in kept_updates(fleet):
         return None
     having = set(holders(fleet, version))
     lacking = (name for name in fleet.engines if name not in having and _may_load(fleet, name))

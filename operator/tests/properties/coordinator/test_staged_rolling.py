@@ -269,6 +269,7 @@ def test_an_engine_that_fails_is_fenced_at_once_and_stops_no_other() -> None:
     third = [place for place, send in enumerate(world.sent) if send.path == AGENT_ACTIVATE][2]
     assert fences[0] < third, "its requests wait no longer than its own load"
     world.drain()
+    assert len([send for send in world.sent if send.path == AGENT_FENCE]) == 1, "a second fence would end a load of the agent's own"
     world.tick(30)
     assert serves(world, "1/2")
 

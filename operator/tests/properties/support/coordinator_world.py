@@ -162,10 +162,11 @@ class World:
         """Forget the commits that nothing can prove: no record has them, and no agent that received them answers."""
         witnesses = self._witnesses(self.history[-1])
         if not witnesses:
-            self.history.clear()
-            self.contents.clear()
-            self.tensors.clear()
-            self.pushed.clear()
+            last = order_key(committed)
+            self.history = [version for version in self.history if order_key(version) <= last]
+            self.contents = {version: found for version, found in self.contents.items() if version <= last}
+            self.tensors = {version: found for version, found in self.tensors.items() if version <= last}
+            self.pushed = {version: found for version, found in self.pushed.items() if version <= last}
         elif not any(self.machine.fleet.engines[name].status for name in witnesses):
             self.unproved |= {order_key(version) for version in self.history if order_key(version) > order_key(committed)}
             self.history = [version for version in self.history if order_key(version) <= order_key(committed)]
