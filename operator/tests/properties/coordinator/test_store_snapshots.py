@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from sglang_rollout.coordinator.update import requests as rq
+from sglang_rollout.coordinator.update.catch_up import find_source
 from sglang_rollout.coordinator.update.events import Send
 from sglang_rollout.coordinator.update.snapshots import why_lost
 from sglang_rollout.coordinator.update.store import STORE
@@ -98,7 +99,8 @@ def test_without_a_usable_snapshot_of_the_committed_version_no_engine_serves_an_
     assert "No pod and no usable snapshot has the committed version 1/2" in message
     assert "sglang-rollout weights restore" in message
     assert "1/1 (label 1)" in message
-    assert len(world.machine.fleet.members()) == 2, "the engines are free for an update"
+    assert find_source(world.machine.fleet) is None, "no engine waits for a copy, which would keep it out of updates"
+    assert len(world.machine.fleet.members()) == 2
 
 
 def test_an_earlier_version_becomes_a_new_one_on_request() -> None:
