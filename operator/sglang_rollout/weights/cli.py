@@ -57,7 +57,7 @@ def command() -> None:
 @_of_fleet
 @click.option("--output", type=click.Choice(["table", "json"]), default="table", show_default=True, help="Format of the list.")
 def ls(*, url: str | None, token_file: Path | None, ca: Path | None, snapshots: Path | None, output: str) -> None:
-    """List the versions of the weight store, its snapshots and the engines' pods."""
+    """List the versions in the fleet, and its snapshots."""
     with _errors():
         if snapshots is not None and _only_folder(url):
             rows = [row for row, _ in list_folder(snapshots)]
@@ -74,7 +74,10 @@ def ls(*, url: str | None, token_file: Path | None, ca: Path | None, snapshots: 
 @_of_folder
 @_of_fleet
 def verify(*, version: str | None, url: str | None, token_file: Path | None, ca: Path | None, snapshots: Path | None) -> None:
-    """Read all files of a snapshot, or of all snapshots, and compare them with their digests. The exit code is 1 if one differs."""
+    """Compare snapshots with their digests.
+
+    Without VERSION all snapshots are read. The exit code is 1 if one differs.
+    """
     damaged = False
     with _errors():
         if snapshots is not None and _only_folder(url):
@@ -135,7 +138,10 @@ def export(
 def restore(
     *, version: str, url: str | None, token_file: Path | None, ca: Path | None, label: str | None, take_over: bool, timeout: float
 ) -> None:
-    """Serve an earlier version again, as a new version: the fleet stages, tries and commits it like a push."""
+    """Serve an earlier version again.
+
+    It becomes a new version, which the fleet stages, tries and commits like a push.
+    """
     with _errors():
         found = _fleet(url, token_file, ca).restore(version, label, timeout, take_over=take_over)
     committed = found.get("committed") or {}

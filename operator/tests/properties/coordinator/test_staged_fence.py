@@ -17,7 +17,7 @@ from sglang_rollout.coordinator.update import requests as rq
 from sglang_rollout.coordinator.update.phases import Phase
 from sglang_rollout.coordinator.update.store import STORE
 from sglang_rollout.coordinator.update.versions import order_key
-from sglang_rollout.wire.ports import AGENT_CHECKPOINT, AGENT_STAGE, STORE_FETCH, STORE_PREFLIGHT
+from sglang_rollout.wire.ports import AGENT_CHECKPOINT, AGENT_STAGE, STORE_COMMIT, STORE_FETCH, STORE_PREFLIGHT
 from sglang_rollout.wire.states import EngineState, FleetState
 from tests.properties.support.search_depth import examples
 from tests.properties.support.simulated_agent import NAMES
@@ -239,7 +239,7 @@ class StagedFence(RuleBasedStateMachine):
     @invariant()
     def one_transaction_at_a_time(self) -> None:
         catching = {name for name, engine in self.world.machine.fleet.engines.items() if engine.is_catching_up}
-        harmless = {AGENT_CHECKPOINT, AGENT_STAGE, STORE_FETCH, STORE_PREFLIGHT}
+        harmless = {AGENT_CHECKPOINT, AGENT_STAGE, STORE_COMMIT, STORE_FETCH, STORE_PREFLIGHT}
         sends = [effect for effect in self.world.pending if isinstance(effect, ev.Send) and not set(effect.bodies) <= catching]
         assert sum(effect.path not in harmless for effect in sends) <= 1
 
