@@ -76,6 +76,8 @@ class Copy:
         self.index = Index()
         self.version: Version | None = None
         self.is_deleted = False
+        self.failure = ""
+        """Why nothing more arrives, as a sentence; empty while the copy may grow."""
         self._data_starts: list[int] = []
         self._locks: dict[tuple[int, int], asyncio.Lock] = {}
         self._touched: dict[tuple[int, int], int] = {}
@@ -286,16 +288,21 @@ class Copy:
     # Follow
 
     async def wait_for_entries(self, position: int, seconds: float) -> None:
-        """Return when the index has more than ``position`` entries, the copy is deleted or reset, or the time is over."""
+        """Return when the index has more than ``position`` entries, nothing more arrives, the copy is deleted or reset, or time is up."""
         loop, index = asyncio.get_running_loop(), self.index
         deadline = loop.time() + seconds
-        while len(index.entries) <= position and self._is_open(index) and (left := deadline - loop.time()) > 0:
+        while len(index.entries) <= position and not self.failure and self._is_open(index) and (left := deadline - loop.time()) > 0:
             waiter = loop.create_future()
             self._waiters.add(waiter)
             try:
                 await asyncio.wait({waiter}, timeout=left)
             finally:
                 self._waiters.discard(waiter)
+
+    def note_failure(self, failure: str) -> None:
+        """Tell readers that nothing more arrives, so that they turn to another pod. An empty text: the copy may grow again."""
+        self.failure = failure
+        self._wake_waiters()
 
     def mark_deleted(self) -> None:
         """End all waits for entries and refuse further writes."""

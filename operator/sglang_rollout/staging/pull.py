@@ -41,7 +41,8 @@ _MAX_REPLY_BYTES = 256 * 2**20
 async def pull(session: aiohttp.ClientSession, request: StageRequest, copy: Copy) -> VersionEnd:
     """Complete a copy, and return its end. A copy that is complete already is checked against ``request.digest``.
 
-    Only one pull at a time may work on a copy. Another pull with other parents continues where this one was cancelled.
+    Only one pull at a time may work on a copy. Another pull with other parents continues where this one was cancelled. After a failure
+    the readers of the copy turn to other pods.
 
     Raises:
         StagedError: The deadline has passed, the version is too large, there is no space, every parent gives wrong bytes, or the copy
@@ -50,11 +51,17 @@ async def pull(session: aiohttp.ClientSession, request: StageRequest, copy: Copy
     if not request.parents:
         raise StagedError(f"Update {request.update} has no parent to copy from.")
     work = _Pull(session, request, copy)
+    copy.note_failure("")
     try:
         async with asyncio.timeout(request.deadline):
             return await work.run()
     except TimeoutError:
-        raise work.late() from None
+        error = work.late()
+        copy.note_failure(str(error))
+        raise error from None
+    except StagedError as error:
+        copy.note_failure(str(error))
+        raise
 
 
 class _ParentError(Exception):

@@ -77,7 +77,7 @@ class _Routes:
         self._copies = copies
 
     async def index(self, request: web.Request) -> web.StreamResponse:
-        """Return the entries from a position on; wait for one if there is none."""
+        """Return the entries from a position on; wait for one if there is none, unless the copy of this pod has failed."""
         copy = self._find(request)
         position, seconds = _number(request, "from", request.query.get("from", "0")), _wait_seconds(request)
         await copy.wait_for_entries(position, seconds)
@@ -87,6 +87,8 @@ class _Routes:
         if position > len(entries):
             message = f"{request.path}: the index has {len(entries)} entries, not {position}: the copy was started again. Read from 0."
             raise RefusedError(Refusal(RefusalCode.CONFLICT, message))
+        if position == len(entries) and copy.failure:
+            raise RefusedError(Refusal(RefusalCode.UNAVAILABLE, f"{request.path}: nothing more arrives here: {copy.failure}"))
         chosen = _choose_entries(entries, position)
         reply = IndexReply(entries=chosen, next=position + len(chosen))
         return web.Response(text=reply.model_dump_json(exclude_none=True), content_type="application/json")

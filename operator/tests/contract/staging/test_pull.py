@@ -210,6 +210,29 @@ async def test_a_parent_without_news_is_replaced_if_the_store_has_some(
     task.cancel()
 
 
+async def test_a_parent_whose_own_copy_fails_is_replaced_at_once(
+    pods: list[Pod], tmp_path: Path, data: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Readers take what had arrived there, and wait for no more. If the parent tries again, it is as good as any other."""
+    monkeypatch.setattr(pulling, "POLL_SECONDS", 25.0)
+    peer, store = pods
+    for each in SHARDS:
+        peer.copy.add_shard(each)
+    add_piece(peer, data, 0, 0)
+    copy = open_copy(tmp_path)
+    task = asyncio.create_task(pull_into(copy, stage_request(pods, deadline=10)))
+    await until(lambda: len(copy.index.digests) == 1)
+    end = store.hold(SHARDS, data)
+    with pytest.raises(StagedError, match="not complete after"):
+        await pull_into(peer.copy, stage_request(["http://127.0.0.1:9"], deadline=0.1))
+    assert await task == end
+    assert (peer.pieces_given, store.pieces_given, read_data(copy)) == (1, PIECES - 1, data)
+    assert await pull_into(peer.copy, stage_request([store])) == end
+    store.asked.clear()
+    assert await pull_into(open_copy(tmp_path / "later"), stage_request(pods)) == end
+    assert store.asked == []
+
+
 async def test_a_parent_that_stops_sending_is_replaced(
     pods: list[Pod], tmp_path: Path, data: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
