@@ -32,6 +32,7 @@ from sglang_rollout.trainer.ranks import Ranks, digest_bucket
 from sglang_rollout.trainer.tensors import Source, TensorSpec, full_tensor, plan_buckets
 from sglang_rollout.wire import Message
 from sglang_rollout.wire.ports import DIGEST_HEADER, FLEET_UPDATES, TICKET_HEADER
+from sglang_rollout.wire.record import UpdateReason
 from sglang_rollout.wire.signed import SignedVersion
 from sglang_rollout.wire.staged import Shard, StagedTensor
 
@@ -198,6 +199,8 @@ class Upload:
         self._ranks = ranks
         self._tensor_sink = tensor_sink
         self._cancellation = Cancellation()
+        self._has_committed = False
+        """True if the fleet has committed the version and still reports a failure."""
         self.phases: dict[str, float] = {}
         self.bytes = 0
         self.shards = 0
@@ -208,7 +211,7 @@ class Upload:
         """Send all tensors, and return when the fleet has staged or committed the version.
 
         Raises:
-            PushFailed: A step failed or took too long. The upload is deleted.
+            PushFailed: A step failed or took too long. The upload is deleted, unless its version is committed.
         """
         shards, sizes = plan_shards(source.specs)
         with self._timed("begin"):
@@ -221,7 +224,8 @@ class Upload:
             with self._timed("end"):
                 self._commit(path)
         except BaseException:  # also KeyboardInterrupt
-            self._abort(path)
+            if not self._has_committed:
+                self._abort(path)
             raise
 
     def result(self, epoch: int) -> dict[str, Any]:
@@ -316,6 +320,7 @@ class Upload:
                     raise PushFailed(phase="end", reason=f"the fleet did not commit within {deadline.seconds:g} s", advice=UNKNOWN)
                 time.sleep(FIRST_PAUSE_SECONDS)
         except FleetRefused as error:
+            self._has_committed = error.fleet.get("reason") == UpdateReason.TOO_FEW_ENGINES
             raise push_failure("end", error, UNCHANGED) from error
         except FleetUnreachable as error:
             raise push_failure("end", error, UNKNOWN) from error

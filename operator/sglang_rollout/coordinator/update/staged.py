@@ -181,9 +181,11 @@ def _answer_ended(fleet: Fleet, update: str) -> Answer:
     ended = _find_ended(fleet, update)
     if ended.outcome not in (UpdateOutcome.COMMITTED, UpdateOutcome.PARTIAL):
         raise RefusedError(f"Update {update} was given up: {ended.message or ended.outcome}", status=409)
-    message = f"Success: {ended.message}" if ended.message else "Success"
-    details = {"update": update, "version": str(ended.version), "outcome": ended.outcome.value, "state": "committed"}
-    return Answer(200, message, {**details, "epoch": fleet.epoch, "committed": ended.version.model_dump(mode="json")})
+    details: dict[str, object] = {"update": update, "version": str(ended.version), "outcome": ended.outcome.value, "state": "committed"}
+    details |= {"epoch": fleet.epoch, "committed": ended.version.model_dump(mode="json")}
+    if ended.reason is UpdateReason.TOO_FEW_ENGINES:
+        return Answer(500, ended.message, {**details, "reason": ended.reason.value})
+    return Answer(200, f"Success: {ended.message}" if ended.message else "Success", details)
 
 
 def _find_ended(fleet: Fleet, update: str) -> EndedUpdate:

@@ -150,7 +150,8 @@ async def continue_all(fleet: Fleet, ask: Continue) -> Answer:
     message = f"Generation stays paused. {held}" if held else "Generation continued successfully."
     if committed is not None and behind:
         message = f"{message} {partial_message(fleet, behind)}"
-    answer = Answer(200, message, {**particulars, "resumed": results_by_engine(results), "state": fleet.applied_state.value})
+    # The state of a staged version comes before that of the fleet.
+    answer = Answer(200, message, {"state": fleet.applied_state.value, **particulars, "resumed": results_by_engine(results)})
     return await reply_and_fence_dropped(fleet, answer)
 
 

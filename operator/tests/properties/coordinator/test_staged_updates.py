@@ -88,7 +88,8 @@ def test_a_trainer_without_session_commits_with_the_call_that_resumes() -> None:
     assert world.do(rq.Pause("retract", {"mode": "retract"})).success
     assert world.send_tensors("1").success
     assert all(agent.paused for agent in world.agents.values()), "the trainer's pause is honoured"
-    assert world.do(rq.Continue()).success
+    resumed = world.do(rq.Continue())
+    assert (resumed.success, resumed.fleet["state"]) == (True, "committed")
     assert serves(world, "1/1")
 
 
@@ -301,6 +302,8 @@ def test_after_the_record_an_engine_that_fails_follows_without_a_push() -> None:
     answer = world.answers[call]
     assert (answer.success, answer.fleet["reason"], answer.fleet["state"]) == (False, "TooFewEngines", "committed")
     assert "The fleet moves forward" in answer.message
+    repeated = world.do(rq.CommitUpload(str(answer.fleet["update"])))
+    assert (repeated.status, repeated.fleet["reason"], repeated.fleet["state"]) == (500, "TooFewEngines", "committed")
     assert (last(world).outcome, last(world).reason) == (UpdateOutcome.PARTIAL, UpdateReason.TOO_FEW_ENGINES)
     world.tick(30)
     assert serves(world, "1/2")

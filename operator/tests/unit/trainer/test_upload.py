@@ -187,6 +187,7 @@ def test_a_version_that_too_few_engines_have_loaded_is_not_pushed_again(willing:
     with pytest.raises(PushFailed, match="only 1 of 2 engines") as failure:
         run(willing)
     assert failure.value.advice == ALREADY_COMMITTED
+    assert deletions(willing) == 0
 
 
 def test_a_push_names_fenced_engines(willing: FakeFleet) -> None:
