@@ -24,8 +24,8 @@ _ROUTER_PORTS = 5
 """smg, its metrics, the coordinator, the batch server, and one port for the metrics of these and of the front."""
 _ENGINE_PORTS = 3
 """Gate, agent, and one port for the metrics of engine, agent and gate."""
-_STORE_PORTS = 2
-"""The weight store: calls of the coordinator, and data."""
+_STORE_PORTS = 3
+"""The weight store: calls of the coordinator, data, and metrics."""
 
 STORE = f"{NAME}-store"
 """Name of the weight store."""
@@ -201,7 +201,7 @@ class Plan:
         engine = {"engine": wire.METRICS, "agent": wire.METRICS_AGENT, "gate": wire.METRICS_GATE}
         pods = [("local-router", self.metrics, router), *((each.name, each.metrics, engine) for each in self._engine_addresses())]
         if store := self._store_addresses():
-            pods.append((STORE, store[0], {"store": wire.STORE_METRICS}))
+            pods.append((STORE, store[2], {"store": wire.METRICS}))
         return [
             {"targets": [str(address)], "labels": {"__metrics_path__": path, "container": container, "pod": pod}}
             for pod, address, paths in pods
@@ -224,6 +224,7 @@ class Plan:
             return []
         line = (
             *(self.store_python, *_MODULE, "store", "--name", STORE, "--listen", str(store[0]), "--data-listen", str(store[1])),
+            *("--metrics-listen", str(store[2])),
             *("--volume", str(folders.staged(STORE)), "--state-dir", str(folders.state / STORE)),
             *("--token-file", str(folders.credential(STORE))),
             *self._snapshot_options(),
@@ -239,12 +240,12 @@ class Plan:
         kept = ("--snapshots-every", str(wanted.every), "--snapshots-keep", str(wanted.keep_last))
         return ("--snapshots", wanted.volume.host_path, *kept)
 
-    def _store_addresses(self) -> tuple[Address, Address] | None:
-        """Return the addresses of the weight store for the coordinator and for data; None with another transport."""
+    def _store_addresses(self) -> tuple[Address, Address, Address] | None:
+        """Return the addresses of the weight store for the coordinator, for data and for metrics; None with another transport."""
         if not self.weights.is_staged:
             return None
         first = _ROUTER_PORTS + _ENGINE_PORTS * len(self.engines)
-        return _loopback(self.ports[first]), _loopback(self.ports[first + 1])
+        return _loopback(self.ports[first]), _loopback(self.ports[first + 1]), _loopback(self.ports[first + 2])
 
     def _engine_addresses(self) -> Iterator[_EngineAddresses]:
         first_data = _ROUTER_PORTS + _ENGINE_PORTS * len(self.engines) + _STORE_PORTS

@@ -67,10 +67,8 @@ class Routes:
             ports.STORE_READ: self.ask(StoreReadRequest, self._store.read),
             ports.STORE_VERIFY: self.ask(StoreVerifyRequest, self._store.verify),
         }
-        metrics = make_aiohttp_handler(make_metrics(self._store))
         return [
             web.get(ports.STORE_HEALTH, self.health),
-            web.get(ports.STORE_METRICS, metrics),
             *(web.post(path, handler) for path, handler in calls.items()),
         ]
 
@@ -126,6 +124,13 @@ def make_control_app(store: Store, credentials: Credentials, term: TermFile) -> 
     app = web.Application(client_max_size=MAX_BODY, middlewares=[_answer_errors])
     log_refusals(app)
     app.add_routes(Routes(store, credentials, term).routes())
+    return app
+
+
+def make_metrics_app(store: Store) -> web.Application:
+    """Return the application of the metrics port, which has nothing else and needs no credential."""
+    app = web.Application()
+    app.router.add_get(ports.METRICS, make_aiohttp_handler(make_metrics(store)))
     return app
 
 

@@ -20,7 +20,7 @@ from sglang_rollout.proxy.listen import listen as listen_at
 from sglang_rollout.staging.copies import Copies
 from sglang_rollout.staging.index import StagedError
 from sglang_rollout.staging.serve import staging_routes
-from sglang_rollout.store.app import make_control_app, make_data_app
+from sglang_rollout.store.app import make_control_app, make_data_app, make_metrics_app
 from sglang_rollout.store.receivers import Receivers
 from sglang_rollout.store.snapshots import Settings as SnapshotSettings
 from sglang_rollout.store.snapshots import Snapshots
@@ -41,6 +41,7 @@ class Settings:
     name: str
     listen: Address
     data_listen: Address
+    metrics_listen: Address
     volume: Path
     state_dir: Path
     credentials: Credentials
@@ -71,6 +72,14 @@ def _parse_address(_context: click.Context, _parameter: click.Parameter, text: s
     show_default=True,
     metavar="host:port",
     help="Address for uploads, and for the agents that copy versions.",
+)
+@click.option(
+    "--metrics-listen",
+    callback=_parse_address,
+    default=f"127.0.0.1:{ports.METRICS_PORT}",
+    show_default=True,
+    metavar="host:port",
+    help="Address of the metrics.",
 )
 @click.option("--volume", required=True, type=click.Path(path_type=Path), help="Folder of the versions, usually in memory (tmpfs).")
 @click.option(
@@ -137,12 +146,17 @@ async def _serve(settings: Settings, session: aiohttp.ClientSession, stop: async
     receivers = Receivers()
     snapshots = Snapshots(settings.snapshots) if settings.snapshots is not None else None
     store = Store(copies, receivers, session, snapshots)
-    control = web.AppRunner(make_control_app(store, settings.credentials, term), access_log=None, shutdown_timeout=0.1)
-    data = web.AppRunner(make_data_app(store, staging_routes(store)), access_log=None, shutdown_timeout=0.1)
+    apps = (
+        (make_control_app(store, settings.credentials, term), settings.listen),
+        (make_data_app(store, staging_routes(store)), settings.data_listen),
+        (make_metrics_app(store), settings.metrics_listen),
+    )
+    runners: list[web.AppRunner] = []
     try:
-        for runner, address in ((control, settings.listen), (data, settings.data_listen)):
-            await runner.setup()
-            await listen_at(runner, address)
+        for app, address in apps:
+            runners.append(web.AppRunner(app, access_log=None, shutdown_timeout=0.1))
+            await runners[-1].setup()
+            await listen_at(runners[-1], address)
         receivers.prepare()
         if snapshots is not None:
             snapshots.start()
@@ -152,5 +166,5 @@ async def _serve(settings: Settings, session: aiohttp.ClientSession, stop: async
         await stop.wait()
     finally:
         await store.close()
-        await control.cleanup()
-        await data.cleanup()
+        for runner in runners:
+            await runner.cleanup()

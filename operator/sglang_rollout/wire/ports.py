@@ -97,9 +97,8 @@ MEMBER_STAGE = "/agent/member/stage"  # POST StageRequest -> MemberStageReply: c
 MEMBER_ATTEMPT = "/agent/member/attempt"  # POST AttemptRequest -> AttemptReply: prepare a load of a copy by the ranks of the pod
 MEMBER_VERDICTS = "/agent/member/verdicts"  # POST AttemptRequest -> AttemptReply: what these ranks have done
 
-# Paths of the weight store on STORE_PORT. All but two need the store's credential; an answer without another type is a StoreStatus.
+# Paths of the weight store on STORE_PORT. All but the first need the store's credential; an answer without another type is a StoreStatus.
 STORE_HEALTH = "/store/health"  # (open) GET 200: the store runs
-STORE_METRICS = "/store/metrics"  # (open) GET Prometheus text
 STORE_STATUS = "/store/status"  # POST {}
 STORE_PREFLIGHT = "/store/preflight"  # POST PreflightRequest -> PreflightReply
 STORE_JOIN = "/store/join"  # POST StoreGroupRequest

@@ -99,6 +99,7 @@ def _store_rules(rollout: SGLangRollout) -> list[Object]:
     return [
         _rule(router, STORE_PORT),
         _rule(_join(router, engines), STAGING_PORT),
+        _rule(_scrapers(rollout), OF_POD.metrics),
         _rule(_trainers(rollout), _PROCESS_GROUP_PORTS),
     ]
 

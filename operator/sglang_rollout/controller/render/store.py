@@ -19,7 +19,7 @@ from sglang_rollout.controller.render.placement import store_placement
 from sglang_rollout.controller.render.resources import own_resources
 from sglang_rollout.controller.render.staging import add_staged_bytes, staged_volume, staging_of
 from sglang_rollout.controller.render.storage import volume_source
-from sglang_rollout.wire.ports import STAGING_PORT, STORE_HEALTH, STORE_PORT
+from sglang_rollout.wire.ports import METRICS_PORT, STAGING_PORT, STORE_HEALTH, STORE_PORT
 
 GRACE_SECONDS = 10
 """The store has nothing to end in order: the agents have copies, and the trainer sends an unfinished version again."""
@@ -150,13 +150,14 @@ def _store(rollout: SGLangRollout, staging: Staging, store: Store) -> Object:
             *("--name", name),
             *("--listen", f"[::]:{STORE_PORT}"),
             *("--data-listen", f"[::]:{STAGING_PORT}"),
+            *("--metrics-listen", f"[::]:{METRICS_PORT}"),
             *("--volume", names.STAGED_DIR),
             *("--state-dir", names.STORE_STATE_DIR),
             *("--token-file", names.TOKEN_FILE),
             *_snapshot_arguments(rollout, store),
         ],
         "env": [common.HOME_ENV, {"name": "PYTHONUNBUFFERED", "value": "1"}, *_network_variables(rollout)],
-        "ports": common.container_ports(control=STORE_PORT, data=STAGING_PORT),
+        "ports": common.container_ports(control=STORE_PORT, data=STAGING_PORT, metrics=METRICS_PORT),
         "startupProbe": http_probe(STORE_HEALTH, STORE_PORT, periodSeconds=2, timeoutSeconds=3, failureThreshold=150),
         "readinessProbe": http_probe(STORE_HEALTH, STORE_PORT, periodSeconds=5, timeoutSeconds=3, failureThreshold=3),
         "livenessProbe": http_probe(STORE_HEALTH, STORE_PORT, periodSeconds=10, timeoutSeconds=5, failureThreshold=6),

@@ -18,11 +18,11 @@ from e2e.kube import eventually
 from sglang_rollout.checkpoints.snapshots import MANIFEST, list_snapshots, verify_snapshot
 from sglang_rollout.staging.copies import shard_file
 from sglang_rollout.wire.ports import (
+    METRICS,
     STAGED,
     STORE_COMMIT,
     STORE_DROP,
     STORE_FETCH,
-    STORE_METRICS,
     STORE_READ,
     STORE_SEAL,
     STORE_VERIFY,
@@ -214,7 +214,7 @@ def test_a_full_volume_fails_no_update(tmp_path: Path) -> None:
         eventually("the failure is noted", lambda: "is full" in state(store)["message"], within=SECONDS)
         assert "a snapshot takes 32 MiB" in state(store)["message"]
         assert "is full" in store.log()
-        metrics = requests.get(f"http://127.0.0.1:{store.port}{STORE_METRICS}", timeout=10).text
+        metrics = requests.get(f"http://127.0.0.1:{store.metrics_port}{METRICS}", timeout=10).text
         assert "sglang_rollout_store_snapshot_failures_total 1.0" in metrics
         assert "sglang_rollout_store_snapshots 1.0" in metrics
         assert updates(store) == [first]

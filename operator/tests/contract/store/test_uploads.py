@@ -11,8 +11,8 @@ import requests
 
 from sglang_rollout.staging.index import version_digest
 from sglang_rollout.wire.ports import (
+    METRICS,
     STORE_DROP,
-    STORE_METRICS,
     STORE_OPEN,
     STORE_PREFLIGHT,
     STORE_SEAL,
@@ -59,7 +59,7 @@ def test_parallel_and_repeated_pieces_become_a_version(upload_store: StoreProces
     assert store.updates() == {update: version_digest([Shard.model_validate(shard_of(rows)) for rows in TENSORS], digests)}
     assert store.data_digest(update, 0) == sha256(piece((0, 0)) + piece((0, 1)) + piece((0, 2))).hexdigest()
     assert store.seal(update, 1)[0] == 200, "sealing may be repeated"
-    assert "sglang_rollout_store_uploaded_bytes_total" in requests.get(f"http://127.0.0.1:{store.port}{STORE_METRICS}", timeout=30).text
+    assert "sglang_rollout_store_uploaded_bytes_total" in requests.get(f"http://127.0.0.1:{store.metrics_port}{METRICS}", timeout=30).text
 
 
 def test_a_version_without_all_pieces_is_not_sealed(upload_store: StoreProcess) -> None:

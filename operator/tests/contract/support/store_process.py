@@ -68,6 +68,7 @@ class StoreProcess:
     """Interpreter. Empty: that of the engine environment, which has torch."""
     port: int = field(default_factory=free_port)
     data_port: int = field(default_factory=free_port)
+    metrics_port: int = field(default_factory=free_port)
     term: int = 1
     options: tuple[str, ...] = ()
     """Further options of the command."""
@@ -90,6 +91,7 @@ class StoreProcess:
             *self.wrapper,
             *(self.python or str(environment.python(make=False)), "-m", "sglang_rollout.cli", "store", "--name", "demo-store"),
             *("--listen", f"127.0.0.1:{self.port}", "--data-listen", f"127.0.0.1:{self.data_port}"),
+            *("--metrics-listen", f"127.0.0.1:{self.metrics_port}"),
             *("--volume", str(self.volume), "--state-dir", str(self.folder / "state"), "--token-file", str(self.folder / "token")),
             *self.options,
         ]

@@ -11,6 +11,7 @@ import yaml
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.controller.render.engines import engine_statefulsets
 from sglang_rollout.controller.render.router import router_deployment
+from sglang_rollout.controller.render.store import store_objects
 from sglang_rollout.wire import ports
 from tests.support.paths import REPOSITORY
 from tests.unit.controller.support.worlds import SETTINGS, cr
@@ -25,8 +26,12 @@ JOBS = yaml.safe_load((ROOT / "examples/monitoring/scrape-config.yaml").read_tex
 
 
 def template(component: str) -> dict[str, Any]:
-    rollout = SGLangRollout.model_validate(cr())
-    owner = router_deployment(rollout, SETTINGS) if component == "router" else engine_statefulsets(rollout, SETTINGS)[0]
+    rollout = SGLangRollout.model_validate(cr(weights={"transport": "Staged", "staging": {"sizeLimit": "1Gi"}}))
+    owner = {
+        "router": router_deployment(rollout, SETTINGS),
+        "engine": engine_statefulsets(rollout, SETTINGS)[0],
+        "store": store_objects(rollout, SETTINGS)[-1],
+    }[component]
     return dict(owner["spec"]["template"])
 
 
@@ -43,6 +48,7 @@ def named_ports(pod: dict[str, Any]) -> Iterator[str]:
             "router",
             {ports.METRICS: "coordinator", ports.METRICS_SMG: "smg", ports.METRICS_FRONT: "front", ports.METRICS_BATCHES: "batches"},
         ),
+        ("store", {ports.METRICS: "store"}),
     ],
 )
 def test_the_monitor_of_a_component_selects_its_pods_and_every_process(component: str, processes: dict[str, str]) -> None:
@@ -57,7 +63,8 @@ def test_the_monitor_of_a_component_selects_its_pods_and_every_process(component
         for endpoint in endpoints
     }
     assert shown == processes
-    assert set(processes.values()) == {item["name"] for item in (*made["spec"].get("initContainers", ()), *made["spec"]["containers"])}
+    containers = {item["name"] for item in (*made["spec"].get("initContainers", ()), *made["spec"]["containers"])}
+    assert set(processes.values()) == containers - {"package"}, "the init container of the weight store only copies files"
     for endpoint in endpoints:
         assert "rollout" in {rule["targetLabel"] for rule in endpoint["relabelings"]}, "the alerts name it"
     labels = made["metadata"]["labels"]

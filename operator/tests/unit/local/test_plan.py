@@ -23,7 +23,7 @@ STAGED = replace(
     PLAN,
     engines=(ENGINES[0], parse_engine("127.0.0.1:1002,tp=2,pp=3,dp=4")),
     weights=Weights(transport=Transport.STAGED, staging=Staging(size_limit="1Gi")),
-    ports=tuple(range(24001, 24016)),
+    ports=tuple(range(24001, 24017)),
     store_python="/torch/bin/python",
 )
 FOLDERS = Folders(state=Path("/s"), runtime=Path("/r"))
@@ -89,7 +89,7 @@ def test_transport_staged_adds_a_weight_store_and_data_ports() -> None:
     listens = [value for line in lines.values() for option, value in pairwise(line) if option in options]
     assert len(set(listens)) == len(listens) == count_ports(2, staged=True) + 1
     stores = [target for target in STAGED.scrape_targets() if target["labels"]["container"] == "store"]  # type: ignore[index]
-    assert [target["targets"] for target in stores] == [[store[store.index("--listen") + 1]]]
+    assert [target["targets"] for target in stores] == [[store[store.index("--metrics-listen") + 1]]]
     assert PLAN.intent().store is None
 
 
