@@ -73,7 +73,7 @@ def test_no_address_is_used_twice() -> None:
 def test_transport_staged_adds_a_weight_store_and_data_ports() -> None:
     lines = {child.name: child.command for child in STAGED.children(FOLDERS)}
     assert set(lines) - {child.name for child in PLAN.children(FOLDERS)} == {"local-store"}
-    assert count_ports(2, staged=True) == 15 == len(STAGED.ports)
+    assert count_ports(2, staged=True) == 16 == len(STAGED.ports)
     store, agent, front = lines["local-store"], lines["local-engine-1-agent"], lines["front"]
     assert store[:4] == ("/torch/bin/python", "-m", "sglang_rollout.cli", "store")
     assert (agent[agent.index("--pipeline-size") + 1], agent[agent.index("--data-size") + 1]) == ("3", "4")
