@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
@@ -11,6 +12,8 @@ import requests
 
 from sglang_rollout.staging.index import version_digest
 from sglang_rollout.wire.ports import (
+    DIGEST_HEADER,
+    FLEET_UPDATES,
     METRICS,
     STORE_DROP,
     STORE_OPEN,
@@ -18,9 +21,10 @@ from sglang_rollout.wire.ports import (
     STORE_SEAL,
     STORE_STATUS,
     TERM_HEADER,
+    TICKET_HEADER,
 )
 from sglang_rollout.wire.staged import PIECE_BYTES, Shard
-from tests.contract.support.store_process import SIZE_LIMIT, StoreProcess, TensorRow, new_update, shard_of, version
+from tests.contract.support.store_process import SIZE_LIMIT, UPLOAD_TICKET, StoreProcess, TensorRow, new_update, shard_of, version
 from tests.support.ports import free_port
 
 pytestmark = pytest.mark.timeout(180)
@@ -82,6 +86,23 @@ def test_wrong_bytes_change_nothing(upload_store: StoreProcess) -> None:
     status, body = store.put(update, (1, 0), b"y" * 12)
     assert (status, body["code"]) == (400, "InvalidRequest")
     assert "is there already, with other bytes" in body["message"]
+
+
+def test_a_piece_whose_sender_leaves_does_not_count(upload_store: StoreProcess) -> None:
+    store, update, place = upload_store, new_update(), (0, 0)
+    store.open(update, TENSORS)
+    data = piece(place)
+    lines = [f"PUT {FLEET_UPDATES}/{update}/pieces/0/0 HTTP/1.1", "Host: store", f"Content-Length: {len(data)}"]
+    lines += [f"{TICKET_HEADER}: {UPLOAD_TICKET}", f"{DIGEST_HEADER}: {sha256(data).hexdigest()}", "", ""]
+    with socket.create_connection(("127.0.0.1", store.data_port), timeout=30) as sender:
+        sender.sendall("\r\n".join(lines).encode() + data[: len(data) // 2])
+    assert place in store.missing(update)
+    assert store.put(update, place, data)[0] == 200
+    assert place not in store.missing(update)
+    for other in SIZES:
+        assert store.put(update, other, piece(other))[0] == 200
+    assert store.seal(update, 1)[0] == 200
+    assert store.data_digest(update, 0) == sha256(data + piece((0, 1)) + piece((0, 2))).hexdigest()
 
 
 @pytest.mark.parametrize(
