@@ -87,11 +87,13 @@ test-neighbours: venv ## Cases with Kueue and with enforced NetworkPolicies, on 
 	@CLUSTER=lab $(MAKE) --no-print-directory cluster-up > /dev/null
 	@trap '$(LAB) down' EXIT; eval "$$($(LAB) env)"; $(BIN)/pytest -q e2e/cases -m neighbours
 
-chaos: venv engine-venv ## Fault matrix: kill each process in each phase of an update (20 minutes)
+chaos: venv engine-venv ## Fault matrix: kill each process in each phase of an update (40 minutes)
 	@$(BIN)/python -m e2e.chaos --out out/chaos.json
+	@$(BIN)/python -m e2e.chaos --transport staged --out out/chaos-staged.json
 
-chaos-real: venv engine-venv ## Fault matrix with two real SGLang engines on the CPU (20 minutes)
+chaos-real: venv engine-venv ## Fault matrix with two real SGLang engines on the CPU (40 minutes)
 	@$(BIN)/python -m e2e.chaos --real --out out/chaos-real.json
+	@$(BIN)/python -m e2e.chaos --real --transport staged --out out/chaos-real-staged.json
 
 chaos-cluster: venv engine-venv ## Fault matrix of API server, node and link, on two nodes (15 minutes)
 	@$(LAB) up --nodes 2

@@ -18,9 +18,12 @@ from e2e.chaos.tokens import MANY, Expected, stand_in
 from e2e.child import start_child
 from e2e.cluster.paths import REPOSITORY
 from e2e.engine import Engine, environment, make_engine
+from sglang_rollout.staging.payload import LOADER, install_loader
 
 STAND_INS, REAL = 3, 2
 """Number of engines. Two cores have room for two real engines."""
+STATE = "state"
+"""Name of the state folder of `sglang-rollout local`, in the folder of the run."""
 TOKEN_MS = "20"
 """Milliseconds for each token of a stand-in, so that some answers are in flight when an update begins."""
 ANSWER_SECONDS = 3.0
@@ -35,8 +38,10 @@ class Engines(ABC):
     trainer_options: Sequence[str] = ()
     """Command-line options of the trainer for these engines."""
 
-    def __init__(self, folder: Path, port: int, number: int) -> None:
+    def __init__(self, folder: Path, port: int, number: int, *, staged: bool = False) -> None:
         self.folder = folder
+        self.staged = staged
+        """True if the engines are started with the loader of staged versions."""
         self.ports = [port + index for index in range(number)]
         """Addresses at which the fleet reaches the engines."""
         self.processes: list[Engine] = []
@@ -46,6 +51,11 @@ class Engines(ABC):
     def urls(self) -> list[str]:
         """Addresses at which the fleet reaches the engines."""
         return [f"http://127.0.0.1:{port}" for port in self.ports]
+
+    @property
+    def loader_options(self) -> list[str]:
+        """Options of an engine that loads staged versions; none for other engines."""
+        return ["--custom-weight-loader", LOADER] if self.staged else []
 
     def __enter__(self) -> Engines:
         with ExitStack() as ends:
@@ -95,13 +105,14 @@ class Engines(ABC):
 class StandIns(Engines):
     """Stand-in engines."""
 
-    def __init__(self, folder: Path, port: int) -> None:
-        super().__init__(folder, port, STAND_INS)
+    def __init__(self, folder: Path, port: int, *, staged: bool = False) -> None:
+        super().__init__(folder, port, STAND_INS, staged=staged)
 
     def make(self, index: int) -> Engine:
         """Return an engine that is not started yet."""
         port = self.ports[index]
         command = [str(environment.python(make=False)), "-m", "sglang_rollout.testing", "--port", str(port), "--token-ms", TOKEN_MS]
+        command += self.loader_options
         paths = {**os.environ, "PYTHONPATH": str(REPOSITORY / "operator")}
         return Engine(port, command, self.folder / f"engine-{index}.log", paths)
 
@@ -120,8 +131,8 @@ class RealEngines(Engines):
 
     start_seconds = 240.0
 
-    def __init__(self, folder: Path, port: int) -> None:
-        super().__init__(folder, port, REAL)
+    def __init__(self, folder: Path, port: int, *, staged: bool = False) -> None:
+        super().__init__(folder, port, REAL, staged=staged)
         self.trainer_options = ["--model", str(environment.model())]
         self._reference: subprocess.Popen[str] | None = None
         self._asking = threading.Lock()
@@ -142,7 +153,11 @@ class RealEngines(Engines):
 
     def make(self, index: int) -> Engine:
         """Return an engine that is not started yet."""
-        return make_engine(self.ports[index] + 10, log=self.folder / f"engine-{index}.log")
+        engine = make_engine(self.ports[index] + 10, args=self.loader_options, log=self.folder / f"engine-{index}.log")
+        if self.staged:
+            path = os.pathsep.join([str(install_loader(self.folder / STATE)), engine.environment["PYTHONPATH"]])
+            engine.environment = engine.environment | {"PYTHONPATH": path}
+        return engine
 
     def expected(self, label: str, digest: str) -> Expected:
         """Return the tokens that plain transformers generate with the same weights."""

@@ -60,6 +60,12 @@ class Cell:
     """Why each earlier try, and this one if it is a miss, missed the phase."""
     outcome: str = ""
     """Outcome of the interrupted push as the trainer saw it: committed, failed or lost."""
+    error: str = ""
+    """Why the interrupted push failed, as the trainer saw it."""
+    fenced: list[str] = field(default_factory=list)
+    """Engines without which the push was committed."""
+    trainer: str = ""
+    """How the trainer sent the weights, if the trainers alternate."""
     outcome_seconds: float | None = None
     without_seconds: float | None = None
     """Seconds until a push to the unaffected engines succeeded during the fault."""
@@ -101,6 +107,8 @@ class Fault:
     spares: Callable[[Any], int] | None = None
     """Number of engines that work during the fault and accept a push."""
     heals_within: float = HEALED_WITHIN
+    outcome_within: float = OUTCOME_WITHIN
+    """Maximum seconds until the trainer learns the outcome."""
     check: Callable[[Any, Cell], None] | None = None
     """What must also hold after this fault. Raises AssertionError."""
 
@@ -143,7 +151,7 @@ def _engine(number: int) -> Callable[[Stack], Strike]:
         def strike() -> None:
             engine.signal(number)
             if number == signal.SIGSTOP:
-                stack.hung_since = time.monotonic()
+                stack.hung_since[0] = time.monotonic()
 
         return strike
 
@@ -294,7 +302,7 @@ class Matrix:
                 self._learn(cell, label, time.monotonic())
             raise
         if label:
-            self._learn(cell, label, since, lost=fault.kills_trainer)
+            self._learn(cell, label, since, lost=fault.kills_trainer, within=fault.outcome_within)
         return began, ended
 
     def _await_phase(self, phase: str) -> None:
@@ -310,16 +318,17 @@ class Matrix:
         # An engine that receives the version with its last tensors has nothing to do at the commit.
         return self._begin("late" if phase == "commit" else "")
 
-    def _learn(self, cell: Cell, label: str, began: float, *, lost: bool = False) -> None:
+    def _learn(self, cell: Cell, label: str, began: float, *, lost: bool = False, within: float = OUTCOME_WITHIN) -> None:
         """Record the outcome of the push, as the trainer and as the fleet see it. ``lost``: the strike hit the trainer itself."""
         stack = self._stack
         if lost:
             cell.outcome = "lost"
         elif stack.trainer is not None:
-            answer = stack.trainer.outcome(OUTCOME_WITHIN)
-            cell.outcome = "committed" if answer["ok"] else "failed"
+            answer = stack.trainer.outcome(within)
+            cell.outcome, cell.error = "committed" if answer["ok"] else "failed", answer["error"]
+            cell.fenced = list(answer.get("fenced", ()))
         cell.outcome_seconds = time.monotonic() - began
-        stack.until("the coordinator is idle", lambda: stack.document().get("phase") == "idle", OUTCOME_WITHIN)
+        stack.until("the coordinator is idle", lambda: stack.document().get("phase") == "idle", within)
         if stack.document()["committed"]["label"] == label:
             self._watch.committed(label)
         elif cell.outcome == "committed":

@@ -17,6 +17,7 @@ PATHS = {
     "/pause_generation": "pause",
     "/begin_weight_update": "begin",
     "/update_weights_from_distributed": "update",
+    "/update_weights_from_tensor": "load",
     "/weights_checker": "check",
     "/update_weight_version": "version",
     "/continue_generation": "continue",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import threading
@@ -16,7 +17,7 @@ from typing import Any
 import requests
 
 from e2e.chaos.batch import RunningBatch
-from e2e.chaos.engines import RealEngines, StandIns
+from e2e.chaos.engines import STATE, RealEngines, StandIns
 from e2e.chaos.floods import Flood
 from e2e.chaos.tokens import PROMPT
 from e2e.chaos.trainer_process import Trainer, local_trainer
@@ -29,6 +30,8 @@ WEIGHTS = {
     "trainerLease": {"ttlSeconds": 3},
 }
 """Short deadlines, so that the matrix is quick. The matrix tests that they hold."""
+START_WITHIN = 180.0
+"""Maximum seconds until all engines of a new fleet serve."""
 HUNG_FOR = 20.0
 """Seconds after which the stack restarts an idle engine that hangs."""
 PHASE_LINE = " update phase: "
@@ -40,6 +43,7 @@ PARTS = {
     "batches": ("sglang_rollout.cli", "batches"),
     "smg": ("smg::router",),
     "front": ("haproxy", "front"),
+    "store": ("sglang_rollout.cli", "store", "local-store"),
 }
 """Words in the command line of each part."""
 
@@ -84,15 +88,17 @@ class Stack(FleetUnderFault):
     """Use as a context manager."""
 
     trainer_host = "127.0.0.1"
+    staged = False
+    """True for transport Staged."""
 
     def __init__(self, folder: Path, port: int = 26100, kind: type[StandIns | RealEngines] = StandIns) -> None:
         super().__init__(folder, f"http://127.0.0.1:{port}")
-        self.engines = kind(folder, port + 1)
+        self.engines = kind(folder, port + 1, staged=self.staged)
         self.number = len(self.engines.ports)
         self.start_seconds = self.engines.start_seconds
         self._local: subprocess.Popen[bytes] | None = None
-        self.hung_since: float | None = None
-        """Time when engine 0 was stopped. The fleet does not restart an idle engine that hangs."""
+        self.hung_since: dict[int, float] = {}
+        """Times when engines were stopped, by their numbers. The fleet does not restart an idle engine that hangs."""
         self.batch: RunningBatch | None = None
         """The batch that runs when the batch server is killed."""
         self.flood: Flood | None = None
@@ -102,19 +108,26 @@ class Stack(FleetUnderFault):
     def __enter__(self) -> Stack:
         with ExitStack() as ends:
             ends.enter_context(self.engines)
-            line = [sys.executable, "-m", "sglang_rollout.cli", "local", "--listen", self.url.removeprefix("http://")]
-            line += ["--state-dir", str(self.folder / "state"), "--weights", json.dumps({"backend": "gloo", "verify": "Always", **WEIGHTS})]
-            line += [part for url in self.engines.urls for part in ("--engine", url)]
             with (self.folder / "local.log").open("ab") as log:
-                self._local = start_child(line, stdout=log, stderr=log)
+                self._local = start_child(self.command(), stdout=log, stderr=log)
             ends.callback(self._stop_local)
             kubelet = threading.Thread(target=self.be_kubelet, daemon=True)
             kubelet.start()
             ends.callback(kubelet.join, 30)
             ends.callback(self._ended.set)  # before engines are stopped, so that none starts again
-            self.until("all engines serve", lambda: self.document().get("serving") == self.number, 60)
+            self.until("all engines serve", lambda: self.document().get("serving") == self.number, START_WITHIN)
             self._ends = ends.pop_all()
         return self
+
+    def weights(self) -> dict[str, Any]:
+        """Return ``spec.weights`` of the fleet."""
+        return {"backend": "gloo", "verify": "Always", **WEIGHTS}
+
+    def command(self) -> list[str]:
+        """Return the command line of the fleet."""
+        line = [sys.executable, "-m", "sglang_rollout.cli", "local", "--listen", self.url.removeprefix("http://")]
+        line += ["--state-dir", str(self.folder / STATE), "--weights", json.dumps(self.weights())]
+        return line + [part for url in self.engines.urls for part in ("--engine", url)]
 
     def new_trainer(self) -> Trainer:
         """End the current trainer and start another."""
@@ -126,7 +139,7 @@ class Stack(FleetUnderFault):
     def phases(self) -> list[tuple[float, str]]:
         """Return the phases that the coordinator's log names, oldest first, each with the Unix time at which it began."""
         found = []
-        for line in (self.folder / "state" / "logs" / "coordinator.log").read_text(errors="replace").splitlines():
+        for line in (self.folder / STATE / "logs" / "coordinator.log").read_text(errors="replace").splitlines():
             stamp, _, phase = line.partition(PHASE_LINE)
             if phase:
                 # The log has local time.
@@ -189,20 +202,19 @@ class Stack(FleetUnderFault):
 
     def be_kubelet(self) -> None:
         """Restart engines that ended or whose agents ask for a restart, until the stack ends."""
-        logs = [self.folder / "state" / "logs" / f"local-engine-{index}-agent.log" for index in range(self.number)]
+        logs = [self.folder / STATE / "logs" / f"local-engine-{index}-agent.log" for index in range(self.number)]
         read = [0] * self.number
         while not self._ended.wait(0.3):
             for index, log in enumerate(logs):
                 with suppress(FileNotFoundError):
                     text = log.read_text(errors="replace")
                     must_restart, read[index] = "it has to be restarted" in text[read[index] :], len(text)
-                    hung = self.hung_since is not None and index == 0 and time.monotonic() - self.hung_since > HUNG_FOR
+                    hung = time.monotonic() - self.hung_since.get(index, math.inf) > HUNG_FOR
                     if must_restart or hung or self._has_ended(index):
                         self._restart_engine(index)
 
     def _restart_engine(self, index: int) -> None:
-        if index == 0:
-            self.hung_since = None
+        self.hung_since.pop(index, None)
         self.engines.processes[index].kill()
         self.engines.processes[index].start()
 
@@ -210,8 +222,13 @@ class Stack(FleetUnderFault):
         process = self.engines.processes[index].process
         return process is not None and process.poll() is not None
 
+    @property
+    def local_pid(self) -> int:
+        """The process of `sglang-rollout local`; -1 before it starts."""
+        return self._local.pid if self._local is not None else -1
+
     def _below(self, pid: int) -> bool:
-        top = self._local.pid if self._local is not None else -1
+        top = self.local_pid
         while pid > 1:
             if pid == top:
                 return True

@@ -24,6 +24,8 @@ class Watch:
     spanning: int = 0
     """Number of answers with tokens of more than one version."""
     errors: int = 0
+    answered: set[str] = field(default_factory=set)
+    """Labels of all answers so far."""
     _stop: threading.Event = field(default_factory=threading.Event)
     _over: dict[str, float] = field(default_factory=dict)
     """When each version was replaced. No later request may be answered with it."""
@@ -82,6 +84,7 @@ class Watch:
         spans = meta.get("weight_versions") or [whole]
         self.spanning += len(spans) > 1
         for span in spans:
+            self.answered.add(span["version"])
             before, part = tokens[: span["start"]], tokens[span["start"] : span["end"]]
             if violation := self._wrong(span["version"], before, part, began):
                 self.violations.append(violation)
