@@ -189,7 +189,7 @@ async def test_a_restarted_engine_invalidates_its_group_and_is_not_routed(lab: L
     await lab.until("not routed", lambda: _all([set(lab.smg.workers.values()) == {lab.agents[0].url}]))
     status, reason, body = await lab.post("/update_weights_from_distributed", {**UPDATE, "group_name": "g"})
     assert status == 400
-    assert "its member e1 was restarted" in reason
+    assert "its member, engine e1, was restarted" in reason
     assert body["fleet"]["epoch"] == after["epoch"]
     assert (await push(lab, 4, "h"))[0] == 200
     await lab.serving(2)
