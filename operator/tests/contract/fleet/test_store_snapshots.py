@@ -80,7 +80,7 @@ def reference(model: Path, scale: float) -> list[int]:
     return list(json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])[0])
 
 
-@pytest.mark.parametrize("kind", ["staged", "sglang-staged"])
+@pytest.mark.parametrize("kind", ["staged", pytest.param("sglang-staged", marks=pytest.mark.long)])
 def test_a_fleet_that_was_powered_off_serves_its_version_again_without_a_push(kind: str, tmp_path: Path) -> None:
     with fleet(kind, tmp_path, options=options(tmp_path)) as lab, uploader(lab) as uploads:
         first, second = lab.others()[:2]
