@@ -30,6 +30,7 @@ from sglang_rollout.checkpoints.publish import (
 from sglang_rollout.checkpoints.snapshots import FileEntry, Snapshot, find_changes, list_snapshots
 from sglang_rollout.checkpoints.snapshots import Manifest as SnapshotManifest
 from sglang_rollout.staging.copies import MANIFEST, Manifest, shard_file
+from sglang_rollout.staging.index import shard_bytes, shard_header
 from sglang_rollout.wire import Message
 from sglang_rollout.wire.states import Version
 
@@ -87,7 +88,8 @@ def write_snapshot(job: WriteJob) -> Snapshot:
     weights = {tensor.name: shard_file(number) for number, shard in enumerate(shards) for tensor in shard.tensors}
 
     def write(folder: Path) -> Mapping[str, FileEntry]:
-        files = {name: write_file(folder / name, _read(job.source / name)) for name in map(shard_file, range(len(shards)))}
+        sizes = {shard_file(number): len(shard_header(shard)) + shard_bytes(shard) for number, shard in enumerate(shards)}
+        files = {name: write_file(folder / name, _read(job.source / name, size)) for name, size in sizes.items()}
         index = {"metadata": {"total_size": job.bytes}, "weight_map": weights}
         files[INDEX] = write_file(folder / INDEX, [json.dumps(index, indent=1).encode()])
         files[MANIFEST] = write_file(folder / MANIFEST, [manifest.model_dump_json(exclude_none=True).encode()])
@@ -108,15 +110,18 @@ def write_snapshot(job: WriteJob) -> Snapshot:
         return publish(job.directory, name, keep=job.keep, write=write, describe=describe)
 
 
-def _read(path: Path) -> Iterator[bytes]:
-    """Yield the bytes of a file. Opens the file for each part, so that the memory of a copy that is deleted meanwhile is free at once."""
-    offset, size = 0, path.stat().st_size
+def _read(path: Path, size: int) -> Iterator[bytes]:
+    """Yield the first ``size`` bytes of a file. Raises OSError if it has fewer.
+
+    Opens the file for each part, so that the memory of a copy that is deleted meanwhile is free at once.
+    """
+    offset = 0
     while offset < size:
         with path.open("rb", buffering=0) as file:
             file.seek(offset)
-            data = file.read(_CHUNK) or b""
+            data = file.read(min(_CHUNK, size - offset)) or b""
         if not data:
-            raise OSError(f"{path} became shorter while it was read")
+            raise OSError(f"{path} has {offset} bytes, not {size}")
         offset += len(data)
         yield data
 

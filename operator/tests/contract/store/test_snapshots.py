@@ -170,7 +170,6 @@ def test_verify_reads_all_files(store: StoreProcess, folder: Path) -> None:
     assert store.call(STORE_VERIFY, {"update": new_update()})[0] == 404
 
 
-@pytest.mark.long  # on a quiet machine the writer passes the second file before it blocks
 @pytest.mark.parametrize("killed", ["writer", "store"])
 def test_a_snapshot_whose_writer_was_killed_is_never_used(store: StoreProcess, folder: Path, killed: str) -> None:
     first = commit(store, 1)
