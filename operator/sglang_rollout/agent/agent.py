@@ -85,7 +85,7 @@ class Agent:
         self.attempt = ""
         """The running attempt to load a staged version, whose calls are the only ones; empty if there is none."""
         self.own_load_until = 0.0
-        """Until when the agent may be loading a version of its own accord, without any call of a coordinator."""
+        """End of the time in which the agent may load a version without a call of the coordinator."""
         self.list_copies: Callable[[], list[StagedCopy]] = list
         """Return the versions in the memory of the pod."""
         self.explain_down: Callable[[], Refusal | None] = lambda: None

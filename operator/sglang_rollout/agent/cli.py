@@ -31,7 +31,8 @@ from sglang_rollout.agent.staged.member_service import StagedMember, run_staged_
 from sglang_rollout.agent.staged.service import StagedService, run_staged_service
 from sglang_rollout.agent.update import Fence
 from sglang_rollout.agent.watchdog import HangWatch, SpecStateWatch, watch_drain
-from sglang_rollout.credentials import CredentialFile, Credentials
+from sglang_rollout.credentials import Credentials
+from sglang_rollout.internal.options import read_token_file
 from sglang_rollout.logs import configure_logging, logging_options
 from sglang_rollout.proxy.address import Address, Endpoint
 from sglang_rollout.proxy.cli import ADDRESS, ENDPOINT
@@ -190,12 +191,7 @@ def command(
 ) -> None:
     """Run the sidecar of one engine."""
     configure_logging(log_level, log_format)
-    try:
-        credentials = CredentialFile(token_file)
-    except OSError as error:
-        raise click.UsageError(f"the token file {token_file} cannot be read: {error.strerror}") from None
-    except ValueError:
-        raise click.UsageError(f"the token file {token_file} is empty: no caller could be accepted") from None
+    credentials = read_token_file(token_file)
     place = _parse_place(nodes, node_rank, head, advertise, options["boot_file"])
     settings = Settings(listen=listen, credentials=credentials, place=place, **options)
     if urlsplit(settings.engine_url).scheme != "http" or not urlsplit(settings.engine_url).hostname:

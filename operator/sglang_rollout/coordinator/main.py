@@ -8,7 +8,7 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -137,18 +137,7 @@ async def serve(options: Options, key: Credentials) -> None:
         workers = SmgWorkers(options.smg_url, lambda: wanted.urls(driver.machine), engine_labels(options.policy))
         infos = EngineInfos(agents)
         keys = SigningKeys(partial(load_keys, kube)) if kube is not None else None
-        callers = CallerCheck(
-            name=options.name,
-            namespace=options.namespace,
-            security=lambda: wanted_engines.intent.security if wanted_engines.intent is not None else None,
-            credentials=credentials,
-            token_file=TokenFile(options.trainer_token_file) if options.trainer_token_file is not None else None,
-            keys=keys,
-            in_cluster=kube is not None,
-            url_host=urlsplit(options.public_url).hostname or "",
-            pods=pods,
-            holder=lambda: driver.machine.fleet.holder if driver.machine is not None else "",
-        )
+        callers = _make_caller_check(options, wanted_engines, driver, pods=pods, credentials=credentials, keys=keys)
         parts = Parts(
             name=options.name, namespace=options.namespace, public_url=options.public_url,
             generate_url=options.generate_url or options.public_url, driver=driver, agents=agents,
@@ -172,6 +161,29 @@ async def serve(options: Options, key: Credentials) -> None:
         if keys is not None:
             loops["keys"] = keys.run()
         await _run_until_signal(loops)
+
+
+def _make_caller_check(
+    options: Options,
+    wanted_engines: WantedEngines,
+    driver: Driver,
+    *,
+    pods: PodTable,
+    credentials: Callable[[str], Credentials],
+    keys: SigningKeys | None,
+) -> CallerCheck:
+    return CallerCheck(
+        name=options.name,
+        namespace=options.namespace,
+        security=lambda: wanted_engines.intent.security if wanted_engines.intent is not None else None,
+        credentials=credentials,
+        token_file=TokenFile(options.trainer_token_file) if options.trainer_token_file is not None else None,
+        keys=keys,
+        in_cluster=options.kubernetes,
+        url_host=urlsplit(options.public_url).hostname or "",
+        pods=pods,
+        holder=lambda: driver.machine.fleet.holder if driver.machine is not None else "",
+    )
 
 
 async def _listen(stack: contextlib.AsyncExitStack, app: web.Application, endpoint: Endpoint) -> None:

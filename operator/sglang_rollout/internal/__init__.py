@@ -1,1 +1,1 @@
-"""Calls between the fleet's own processes: what the HTTP servers of agents and of the weight store share."""
+"""Calls between the fleet's own processes: what agents and the weight store share."""

@@ -196,19 +196,15 @@ def command(
     defaults = {"backend": Backend(backend), "pause_mode": PauseMode(pause_mode), "transport": Transport(transport)}
     weights = _with_snapshots(_parse_weights(weights_json, defaults, staging_size_limit), snapshots)
     weights = _with_activation(weights, activation)
-    loader = _install_loader(state_dir) if weights.is_staged else None
-    found = asyncio.run(_read_sizes(parsed, weights, loader))
-    silent = [engine for engine in parsed if engine not in found]
-    ports = _choose_ports(
-        count_ports(len(parsed), staged=weights.is_staged), base_port, taken={listen.port, *(engine.address.port for engine in parsed)}
-    )
+    found = asyncio.run(_read_sizes(parsed, weights, _install_loader(state_dir) if weights.is_staged else None))
+    taken = {listen.port, *(engine.address.port for engine in parsed)}
     plan = Plan(
         listen=listen,
         engines=with_reported_sizes(parsed, found),
         weights=weights,
         store_python=sys.executable if store_python is None else str(store_python.absolute()),
         policy=policy,
-        ports=ports,
+        ports=_choose_ports(count_ports(len(parsed), staged=weights.is_staged), base_port, taken=taken),
         token_file=None if token_file is None else str(token_file.absolute()),
         limits=limits,
         custom_logit_processors=custom_logit_processors,
@@ -217,7 +213,7 @@ def command(
     try:
         folders = Folders(state=state_dir.absolute() if state_dir else runtime / "state", runtime=runtime)
         _write_files(plan, folders)
-        asyncio.run(_run(plan, folders, silent, start_timeout))
+        asyncio.run(_run(plan, folders, [engine for engine in parsed if engine not in found], start_timeout))
     finally:
         if not isinstance(sys.exception(), NotReadyError):  # the error's message names logs in this folder
             shutil.rmtree(runtime, ignore_errors=True)

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -83,9 +84,9 @@ class PieceReader:
             connection = self._idle.pop() if is_used else await self._connect()
             try:
                 found = await finish_in_thread(
-                    lambda connection=connection: self._read(connection, path, target),  # type: ignore[misc]
+                    partial(self._read, connection, path, target),
                     executor=self._threads,
-                    on_cancel=lambda connection=connection: _shut_down(connection),  # type: ignore[misc]
+                    on_cancel=partial(_shut_down, connection),
                 )
             except _UnansweredError as error:
                 connection.close()

@@ -13,7 +13,8 @@ import aiohttp
 import click
 from aiohttp import web
 
-from sglang_rollout.credentials import CredentialFile, Credentials
+from sglang_rollout.credentials import Credentials
+from sglang_rollout.internal.options import read_token_file
 from sglang_rollout.logs import configure_logging, logging_options
 from sglang_rollout.proxy.address import Address
 from sglang_rollout.proxy.listen import listen as listen_at
@@ -49,6 +50,7 @@ class Settings:
 
 
 def _parse_address(_context: click.Context, _parameter: click.Parameter, text: str) -> Address:
+    """Parse an address. The option type of ``proxy.cli`` needs jinja2, which the image of the engines may lack."""
     try:
         return Address.parse(text)
     except ValueError as error:
@@ -116,12 +118,7 @@ def command(
 ) -> None:
     """Run the weight store: it receives versions of trainers, and keeps them for the engines' agents."""
     configure_logging(log_level, log_format)
-    try:
-        credentials = CredentialFile(token_file)
-    except OSError as error:
-        raise click.UsageError(f"the token file {token_file} cannot be read: {error.strerror}") from None
-    except ValueError:
-        raise click.UsageError(f"the token file {token_file} is empty: no caller could be accepted") from None
+    credentials = read_token_file(token_file)
     try:
         written = SnapshotSettings(snapshots, snapshots_every, snapshots_keep) if snapshots is not None else None
         asyncio.run(run(Settings(credentials=credentials, snapshots=written, **options)))

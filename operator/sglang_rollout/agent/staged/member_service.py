@@ -1,6 +1,6 @@
 """Transport Staged in a member pod of an engine of several pods: its copies, and the verdicts of its ranks.
 
-Only the agent of the head pod calls. It decides when the ranks load a version, and what they hold.
+Only the agent of the head pod calls it. That agent decides when the ranks load a version, and records which version the engine holds.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from sglang_rollout.wire.states import BASE, EngineState, Version
 from tests.contract.agent.test_staged import SECONDS, is_serving, right_tokens, tokens
 from tests.contract.support.agent_here import PodHere, run_agent
 from tests.contract.support.agent_pod import until
-from tests.contract.support.staged_versions import Source, StagedVersion, activate, commit, run_source, serve_version, stage
+from tests.contract.support.staged_versions import Source, StagedVersion, activate, commit, serve_version, stage
 from tests.support.staged import LIMIT, TICKET, fill_shard, update_id
 
 
@@ -35,12 +35,6 @@ def model(tmp_path: Path) -> Path:
 @pytest.fixture
 def engine(model: Path) -> Iterator[StandIn]:
     with StandIn(weight_version="base", data=2, model=model) as made:
-        yield made
-
-
-@pytest.fixture
-async def source(tmp_path: Path) -> AsyncIterator[Source]:
-    async with run_source(tmp_path) as made:
         yield made
 
 

@@ -19,7 +19,6 @@ from tests.contract.support.staged_versions import (
     StagedVersion,
     activate,
     commit,
-    run_source,
     serve_version,
     stage,
 )
@@ -34,12 +33,6 @@ PROMPT = [4, 5, 6]
 @pytest.fixture
 def engine() -> Iterator[StandIn]:
     with StandIn(weight_version="base", loaders=[LOADER]) as made:
-        yield made
-
-
-@pytest.fixture
-async def source(tmp_path: Path) -> AsyncIterator[Source]:
-    async with run_source(tmp_path) as made:
         yield made
 
 

@@ -16,18 +16,12 @@ from sglang_rollout.wire.states import BASE, EngineState
 from tests.contract.support.agent_here import PodHere
 from tests.contract.support.agent_pod import until
 from tests.contract.support.staged_pair import PairHere, run_pair
-from tests.contract.support.staged_versions import Source, StagedVersion, activate, commit, run_source, serve_version, stage
+from tests.contract.support.staged_versions import Source, StagedVersion, activate, commit, serve_version, stage
 from tests.support.staged import TICKET
 
 pytestmark = pytest.mark.timeout(120)
 
 SECONDS = 40.0
-
-
-@pytest.fixture
-async def source(tmp_path: Path) -> AsyncIterator[Source]:
-    async with run_source(tmp_path) as made:
-        yield made
 
 
 @pytest.fixture

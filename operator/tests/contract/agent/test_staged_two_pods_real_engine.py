@@ -16,17 +16,11 @@ from sglang_rollout.wire.states import EngineState
 from tests.contract.agent.test_staged_real_engine import make_version, text
 from tests.contract.agent.test_two_pods_real_engine import are_restarted, checksums, server_process
 from tests.contract.support.agent_pod import until
-from tests.contract.support.staged_versions import Source, activate, commit, run_source, stage
+from tests.contract.support.staged_versions import Source, activate, commit, stage
 from tests.contract.support.two_pod_engine import Pair, two_pods
 from tests.support.ports import free_port
 
 pytestmark = [pytest.mark.router, pytest.mark.engine, pytest.mark.timeout(900)]
-
-
-@pytest.fixture
-async def source(tmp_path: Path) -> AsyncIterator[Source]:
-    async with run_source(tmp_path) as made:
-        yield made
 
 
 @pytest.fixture(params=[pytest.param((2, 1), id="tensor"), pytest.param((1, 2), id="pipeline", marks=pytest.mark.long)])

@@ -213,7 +213,7 @@ async def test_a_parent_without_news_is_replaced_if_the_store_has_some(
 async def test_a_parent_whose_own_copy_fails_is_replaced_at_once(
     pods: list[Pod], tmp_path: Path, data: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Readers take what had arrived there, and wait for no more. If the parent tries again, it is as good as any other."""
+    """A reader takes the pieces that the parent has, and then asks the next one. A parent that starts again is asked like any other."""
     monkeypatch.setattr(pulling, "POLL_SECONDS", 25.0)
     peer, store = pods
     for each in SHARDS:

@@ -201,23 +201,27 @@ class Peer:
 
 @contextmanager
 def peer() -> Iterator[Peer]:
-    with TemporaryFile("w+") as log:
-        process = start_child(
-            [str(environment.python(make=False)), str(PEER)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
-        )  # fmt: skip
-        watchdog = threading.Timer(240, process.kill)  # a peer without an answer must not block the tests
-        watchdog.start()
-        try:
-            yield Peer(process, log)
-        finally:
-            watchdog.cancel()
-            process.kill()
-            process.wait(10)
-            for pipe in (process.stdin, process.stdout):
-                if pipe is not None:
-                    with suppress(BrokenPipeError):
-                        pipe.close()
+    with TemporaryFile("w+") as log, start_peer(PEER, log) as process:
+        yield Peer(process, log)
+
+
+@contextmanager
+def start_peer(script: Path, log: IO[str]) -> Iterator[subprocess.Popen[str]]:
+    """Run a trainer that takes commands, for the length of the block."""
+    command = [str(environment.python(make=False)), str(script)]
+    process = start_child(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
+    watchdog = threading.Timer(240, process.kill)  # a trainer without an answer must not block the tests
+    watchdog.start()
+    try:
+        yield process
+    finally:
+        watchdog.cancel()
+        process.kill()
+        process.wait(10)
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                with suppress(BrokenPipeError):
+                    pipe.close()
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import threading
 import uuid
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -34,7 +33,7 @@ from sglang_rollout.wire.ports import (
     TERM_HEADER,
     TICKET_HEADER,
 )
-from tests.contract.support.engine_servers import Peer
+from tests.contract.support.engine_servers import Peer, start_peer
 from tests.support.paths import OPERATOR, TRAINERS
 from tests.support.ports import free_port
 
@@ -212,17 +211,5 @@ def store_process(
 @contextmanager
 def trainer_process(log: IO[str]) -> Iterator[Peer]:
     """Run a trainer for the length of the block."""
-    command = [str(environment.python(make=False)), str(TRAINERS / "store_peer.py")]
-    process = start_child(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
-    watchdog = threading.Timer(240, process.kill)  # a trainer without an answer must not block the tests
-    watchdog.start()
-    try:
+    with start_peer(TRAINERS / "store_peer.py", log) as process:
         yield Peer(process, log)
-    finally:
-        watchdog.cancel()
-        process.kill()
-        process.wait(10)
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                with suppress(BrokenPipeError):
-                    pipe.close()
