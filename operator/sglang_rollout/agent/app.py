@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -91,7 +92,7 @@ class Routes:
 
     def protected(self) -> dict[str, Handler]:
         """Return the handlers of the coordinator's calls, by path."""
-        staged = {} if self._staged is None else {ports.AGENT_STAGE: self.stage, ports.AGENT_ACTIVATE: self._staged.activate}
+        staged = {} if self._staged is None else {ports.AGENT_STAGE: self.stage, ports.AGENT_ACTIVATE: self.activate}
         return {
             **staged,
             ports.AGENT_SYNC: self.sync,
@@ -202,6 +203,12 @@ class Routes:
         if self._staged is None:
             raise web.HTTPNotFound
         return await self._staged.stage(request, self._status_if_settled)
+
+    async def activate(self, request: web.Request) -> web.StreamResponse:
+        """Load a staged version into the engine."""
+        if self._staged is None:
+            raise web.HTTPNotFound
+        return await self._staged.activate(request, partial(self._apply_sync, request))
 
     async def control(self, request: web.Request) -> web.StreamResponse:
         """Forward one of SGLang's control calls."""

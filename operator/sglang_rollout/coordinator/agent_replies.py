@@ -99,7 +99,7 @@ def _reply_result(path: str, status: int, fields: Mapping[str, Any]) -> Result:
         return Result(ok=True, status=status, store=reply)
     if isinstance(reply, ActivateReply):
         checksums = tuple(reply.checksums) if reply.checksums is not None else None
-        return Result(ok=True, status=status, checksums=checksums, flushed=reply.flushed)
+        return Result(ok=True, status=status, checksums=checksums, flushed=reply.flushed, running=reply.running)
     result = Result(ok=True, status=status)
     if reply.refusal is not None:
         result = Result(ok=False, status=status, message=reply.refusal.message, code=reply.refusal.code)

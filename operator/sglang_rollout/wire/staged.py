@@ -10,7 +10,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from sglang_rollout.wire import Message
-from sglang_rollout.wire.agent import AckRequest
+from sglang_rollout.wire.agent import AckRequest, SyncRequest
 from sglang_rollout.wire.reasons import Refusal
 from sglang_rollout.wire.states import SnapshotsState, Version
 from sglang_rollout.wire.states import StagedCopy as StagedCopy  # noqa: PLC0414 - statuses of agents have copies, too
@@ -98,7 +98,7 @@ class StageRequest(Message):
 
 
 class ActivateRequest(Message):
-    """Load a complete copy into the engine, and acknowledge the version. The engine is paused meanwhile, and stays paused."""
+    """Load a complete copy into the engine, and acknowledge the version. The engine is paused meanwhile."""
 
     update: str = Field(pattern=UPDATE_PATTERN)
     digest: str = Field(pattern=DIGEST_PATTERN)
@@ -109,6 +109,9 @@ class ActivateRequest(Message):
     """Return the checksums of the engine's weights."""
     expected: list[str] | None = None
     """Checksums that the engine must have afterwards. An engine with other ones does not acknowledge the version, and stays dirty."""
+    sync: SyncRequest | None = None
+    """The committed version and the limits, which apply from the begin of the load. The engine generates again when it has loaded the
+    version. None: it stays paused."""
 
 
 class ActivateReply(Message):
@@ -118,6 +121,8 @@ class ActivateReply(Message):
     """One checksum per rank, if the request asked for them."""
     flushed: bool = True
     """False if the engine kept its prefix cache, because requests still run in a pause in place."""
+    running: bool = False
+    """True if the engine generates again."""
     seconds: dict[str, float] = Field(default_factory=dict)
     """Seconds of each step: pause, load, verify, flush."""
 

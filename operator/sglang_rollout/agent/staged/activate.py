@@ -4,7 +4,7 @@
     pause → load (folder) → flush → checksums → acknowledge           for engines with data-parallel replicas, see ways.py
 
 If every rank refuses before its first write, the engine gets its label back and holds what it held. After any other failure the engine is
-dirty. After a success the engine stays paused, and its gate stays closed until the version is committed.
+dirty. After a success the gate stays closed until the version is committed, and the engine stays paused unless the request says otherwise.
 """
 
 from __future__ import annotations
@@ -98,12 +98,17 @@ class Activator:
         return self._current() is not None
 
     async def activate(self, request: ActivateRequest, deadline: float) -> ActivateReply:
-        """Load a version for a coordinator. A repeated call joins the load in progress; a load of the agent's own ends first.
+        """Load a version for a coordinator, and resume the engine if the request has a sync.
+
+        A repeated call joins the load in progress; a load of the agent's own ends first.
 
         Raises:
             ActivationError: The version was not loaded, or the load has not ended within ``deadline`` seconds and continues.
         """
-        end = time.monotonic() + deadline
+        reply = await self._load_for_coordinator(request, time.monotonic() + deadline)
+        return reply if request.sync is None else reply.model_copy(update={"running": await self._resume()})
+
+    async def _load_for_coordinator(self, request: ActivateRequest, end: float) -> ActivateReply:
         while (running := self._current()) is not None:
             if not running.is_own and running.update != request.update:
                 raise _refused(RefusalCode.CONFLICT, f"The engine is loading the version of update {running.update}.")
@@ -220,13 +225,15 @@ class Activator:
         except (StagedError, OSError) as error:
             log.warning("The version of the copy of update %s cannot be noted: %s", request.update, error)
 
-    async def _resume(self) -> None:
+    async def _resume(self) -> bool:
+        """Let the engine generate again, unless ``spec.state`` pauses it. Return True if it does."""
         agent, record = self._agent, self._agent.state.record
         if not record.interruption.is_pause or record.applied_state is not FleetState.ACTIVE:
-            return
+            return not record.interruption.is_pause
         reply = await agent.control(ControlCall.CONTINUE, {}, _ANSWER_SECONDS)
         if not reply.ok:
-            log.warning("The engine has loaded its own copy and stays paused: HTTP %d.", reply.status)
+            log.warning("The engine has loaded its copy and stays paused: HTTP %d.", reply.status)
+        return reply.ok
 
     def _check(self, request: ActivateRequest) -> Copy:
         """Return the complete copy. Raise ActivationError if it is missing, or if the engine must not load it now."""

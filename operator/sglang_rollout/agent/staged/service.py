@@ -24,6 +24,7 @@ from sglang_rollout.proxy.address import Address
 from sglang_rollout.staging.copies import Copies
 from sglang_rollout.staging.payload import install_loader
 from sglang_rollout.staging.serve import staging_routes
+from sglang_rollout.wire.agent import SyncRequest
 from sglang_rollout.wire.reasons import RefusedError, reason_phrase
 from sglang_rollout.wire.staged import ActivateRequest, StageRequest
 from sglang_rollout.wire.trainer import ControlReply
@@ -68,9 +69,11 @@ class StagedService:
         relayed = wanted.model_copy(update={"keep": [*wanted.keep, *in_use]})
         await asyncio.gather(self._stager.stage(self.members.add_parents(wanted), seconds), self.members.stage(relayed, seconds))
 
-    async def activate(self, request: web.Request) -> web.StreamResponse:
-        """Load a version into the engine."""
+    async def activate(self, request: web.Request, apply_sync: Callable[[SyncRequest], None]) -> web.StreamResponse:
+        """Load a version into the engine. ``apply_sync`` applies a sync of this request."""
         wanted = await read_message(request, ActivateRequest)
+        if wanted.sync is not None:
+            apply_sync(wanted.sync)
         try:
             reply = await self._activator.activate(wanted, deadline_of(request, _ACTIVATE_SECONDS))
         except ActivationError as error:

@@ -14,6 +14,7 @@ from sglang_rollout.coordinator.update.loading import (
     has_loaded_enough,
     load_groups,
     load_version,
+    may_resume,
     note_loaded,
     return_to_service,
     waiting_engines,
@@ -255,9 +256,10 @@ async def _load_rest(fleet: Fleet, update: Update, staged: StagedUpdate) -> None
     """Let the other engines load the version, all at once or in turn. Drops those that fail.
 
     In turn: until ``weights.minCommitted`` engines have loaded it. The coordinator continues without a request (:func:`load_committed`).
+    The engine that has loaded it first generates meanwhile, unless the fleet is paused.
     """
-    if loads_in_turn(fleet):
-        await return_to_service(fleet, update, staged, only_these=False)
+    if may_resume(fleet):
+        await return_to_service(fleet, update, staged, only_these=not loads_in_turn(fleet))
     await load_groups(fleet, update, staged, is_open=True)
     fleet.weights.checksums = dict(staged.checksums)
     fleet.weights.commits += 1

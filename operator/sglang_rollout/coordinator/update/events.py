@@ -35,6 +35,8 @@ class Result:
     """False if an agent refused to load a staged version before the engine changed any weight."""
     flushed: bool = True
     """False if an engine that loaded a staged version kept its prefix cache."""
+    running: bool = False
+    """True if an engine that loaded a staged version generates again."""
     digest: str | None = None
     """What distinguishes the contents of a checkpoint, if the reply was about one."""
     bytes: int | None = None

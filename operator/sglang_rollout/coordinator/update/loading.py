@@ -34,7 +34,7 @@ from sglang_rollout.wire.agent import AckRequest, AgentStatus
 from sglang_rollout.wire.ports import AGENT_ACTIVATE
 from sglang_rollout.wire.record import UpdateReason
 from sglang_rollout.wire.staged import ActivateRequest
-from sglang_rollout.wire.states import EngineState, StagedVersion
+from sglang_rollout.wire.states import EngineState, FleetState, StagedVersion
 
 MARGIN_SECONDS = 5.0
 """How much longer than an agent may load its answer may take."""
@@ -42,8 +42,11 @@ LOAD_PATIENCE_SECONDS = 60.0
 """How much later than half of the engines another one may have loaded the version, at least."""
 
 
-async def load_version(fleet: Fleet, update: Update, staged: StagedUpdate, names: list[str]) -> Results:
-    """Let engines load the version, and note which engines may have changed."""
+async def load_version(fleet: Fleet, update: Update, staged: StagedUpdate, names: list[str], *, resumes: bool = False) -> Results:
+    """Let engines load the version, and note which engines may have changed.
+
+    ``resumes``: True if the version is committed, and each engine may generate again as soon as it has loaded it.
+    """
     if staged.version is None:
         raise RuntimeError("no engine loads a version that is not complete")
     wanted = StagedVersion(update=staged.id, digest=staged.digest, bytes=staged.bytes)
@@ -51,7 +54,7 @@ async def load_version(fleet: Fleet, update: Update, staged: StagedUpdate, names
     acks = {name: AckRequest(version=staged.version, boot_id=update.boots[name], cohort=cohort, signed=update.signed) for name in names}
     expected = {name: _expected(fleet, update, staged, name) for name in names}
     staged.called += [name for name in names if name not in staged.called]
-    results = await activate(fleet, wanted, acks, expected, checksums=should_verify(fleet), seconds=_load_limit(fleet))
+    results = await activate(fleet, wanted, acks, expected, checksums=should_verify(fleet), resumes=resumes, seconds=_load_limit(fleet))
     staged.called = [name for name in staged.called if name not in results or results[name].wrote]
     return results
 
@@ -74,9 +77,10 @@ async def activate(
     expected: Mapping[str, Checksums | None],
     *,
     checksums: bool,
+    resumes: bool = False,
     seconds: float | None = None,
 ) -> Results:
-    """Let engines load their copies of a version, all at once, and acknowledge it. They are paused afterwards.
+    """Let engines load their copies of a version, all at once, and acknowledge it.
 
     Args:
         fleet: The fleet.
@@ -84,15 +88,20 @@ async def activate(
         acks: The acknowledgement of each engine.
         expected: Checksums that each engine must have afterwards; None: not known.
         checksums: True: engines return their checksums.
+        resumes: True: an engine that has loaded the version generates again. One whose checksums only the coordinator can judge stays
+            paused, and so do all engines if this is False.
         seconds: Time for the load; None: the policy's.
     """
     mode = fleet.pause.mode if fleet.pause is not None else None
     bodies: dict[str, Body] = {}
+    sync = fleet.sync_request() if resumes else None
     for name, ack in acks.items():
         wanted = expected.get(name)
+        is_judged = wanted is not None or not checksums
         request = ActivateRequest(
             update=version.update, digest=version.digest, ack=ack, mode=mode or fleet.policy.pause_mode.sglang,
             checksums=checksums or wanted is not None, expected=list(wanted) if wanted is not None else None,
+            sync=sync if is_judged else None,
         )  # fmt: skip
         bodies[name] = request.model_dump(mode="json")
     engines = {name: fleet.engines[name] for name in bodies}
@@ -116,7 +125,7 @@ def _note_result(fleet: Fleet, engine: Engine, before: AgentStatus | None, ack: 
         return  # the status is of another run of the engine already
     if result.ok:
         held = {"state": EngineState.CLEAN, "version": ack.version, "cohort": ack.cohort}
-        engine.anticipate(fleet.next_seq(), **held, paused=True, session=False)
+        engine.anticipate(fleet.next_seq(), **held, paused=not result.running, session=False)
     elif not result.wrote:
         engine.status, engine.changed_seq = before, fleet.next_seq()
 
@@ -138,6 +147,7 @@ async def note_loaded(fleet: Fleet, update: Update, staged: StagedUpdate, result
             staged.checksums[size] = found
     update.drop(wrong, UpdateReason.VERIFICATION_FAILED)
     staged.loaded += [name for name, result in results.items() if result.ok and name not in wrong]
+    staged.running += [name for name, result in results.items() if result.ok and result.running and name not in wrong]
     staged.unflushed += [name for name, result in results.items() if result.ok and not result.flushed]
     await send_and_mark_dirty(fleet, ControlCall.BEGIN_UPDATE.path, same_body(wrong), fleet.policy.deadlines.pause_seconds)
     return wrong
@@ -160,12 +170,13 @@ async def drop_failed(fleet: Fleet, update: Update, staged: StagedUpdate, result
 async def load_groups(fleet: Fleet, update: Update, staged: StagedUpdate, *, is_open: bool) -> None:
     """Let group after group load the version. In turn, each group serves again before the next one begins.
 
+    An engine generates again as soon as it has loaded the version, unless the fleet is paused.
+
     Args:
         fleet: The fleet.
         update: The update whose version is loaded.
         staged: Its part about the weight store.
-        is_open: True if it is the open update, whose trainer waits until enough engines have loaded the version. All engines that load
-            the version together then serve when it ends.
+        is_open: True if it is the open update, whose trainer waits until enough engines have loaded the version.
     """
     while True:
         in_turn = loads_in_turn(fleet)
@@ -177,7 +188,7 @@ async def load_groups(fleet: Fleet, update: Update, staged: StagedUpdate, *, is_
         ):
             return
         wave = _next_wave(fleet, update, staged, group)
-        results = await load_version(fleet, update, staged, wave)
+        results = await load_version(fleet, update, staged, wave, resumes=may_resume(fleet))
         await note_loaded(fleet, update, staged, results)
         await drop_failed(fleet, update, staged, results, "did not load the version")
         if in_turn or not is_open:
@@ -185,6 +196,11 @@ async def load_groups(fleet: Fleet, update: Update, staged: StagedUpdate, *, is_
             staged.fenced |= {name for name in wave if name in update.dropped}
             failed = {name: update.dropped[name] for name in wave if name in update.dropped and fleet.engines[name].reachable}
             await fence(fleet, failed, describe_dropped(failed))
+
+
+def may_resume(fleet: Fleet) -> bool:
+    """Return True if an engine may generate again as soon as it holds the committed version: neither trainer nor spec pauses the fleet."""
+    return fleet.pause is None and fleet.applied_state is FleetState.ACTIVE
 
 
 def _drop_lost(fleet: Fleet, update: Update, staged: StagedUpdate) -> None:

@@ -132,7 +132,7 @@ class StagedUpdate:
     loaded: list[str] = field(default_factory=list)
     """Engines that have loaded and acknowledged it."""
     running: list[str] = field(default_factory=list)
-    """Engines among them that generate again already, because engines load in turn."""
+    """Engines among them that generate again already."""
     fenced: set[str] = field(default_factory=set)
     """Engines that failed and are fenced already, because engines load in turn. They may load the version by themselves now."""
     unflushed: list[str] = field(default_factory=list)

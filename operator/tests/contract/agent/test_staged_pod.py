@@ -10,6 +10,7 @@ import pytest
 
 from sglang_rollout.staging.payload import LOADER
 from sglang_rollout.testing import StandIn, expected_tokens
+from sglang_rollout.wire.agent import SyncRequest
 from sglang_rollout.wire.ports import AGENT_ACTIVATE, AGENT_RUN
 from sglang_rollout.wire.reasons import GateReason
 from sglang_rollout.wire.states import BASE, EngineState
@@ -83,6 +84,15 @@ async def test_a_version_is_copied_loaded_committed_and_served(pod: Pod, source:
     assert ran.status == 200, ran.body
     assert await tokens(pod) == right_tokens(made)
     assert (await pod.generate()).body["meta_info"]["weight_version"] == "step-1"
+
+
+async def test_an_engine_serves_a_committed_version_as_soon_as_it_has_loaded_it(pod: Pod, source: Source) -> None:
+    one, two = source.make(1), source.make(2)
+    await serve_version(pod, source, one)
+    await stage(pod, source, two, keep=(one,))
+    answer = await activate(pod, two, sync=SyncRequest.model_validate(two.committed))
+    assert (answer.status, answer.body["running"]) == (200, True), answer.body
+    assert await is_serving(pod, two)
 
 
 async def test_an_agent_that_dies_while_copying_deletes_the_unfinished_copy(pod: Pod, source: Source) -> None:

@@ -68,6 +68,32 @@ def test_one_engine_loads_first_and_the_record_is_written_before_the_others() ->
     assert serves(world, "1/2")
 
 
+def test_an_engine_generates_as_soon_as_it_has_loaded_the_committed_version() -> None:
+    world = StagedWorld(3)
+    world.push("1")
+    assert world.do(rq.Begin()).success
+    assert world.send_tensors("2").success
+    world.ask(rq.End())
+    for _ in range(2):
+        run_to(world, AGENT_ACTIVATE)
+        assert world.machine.fleet.phase in (Phase.STAGE, Phase.CANARY, Phase.ACTIVATE)
+        first, *others = world.agents.values()
+        if world.machine.fleet.phase is Phase.ACTIVATE:
+            assert (str(first.version), first.gate_open, first.paused) == ("1/2", True, False), "it does not wait for the others"
+        world.complete()
+    assert all(agent.gate_open and not agent.paused for agent in others)
+    world.drain()
+    assert [sorted(send.bodies) for send in world.sent if send.path == AGENT_RUN][-1] == ["e0"], "the others resume by themselves"
+    assert serves(world, "1/2")
+
+
+def test_an_engine_whose_checksums_only_the_coordinator_can_judge_stays_paused() -> None:
+    world = StagedWorld(3)
+    world.push("1")
+    loads = [send for send in world.sent if send.path == AGENT_ACTIVATE]
+    assert [[body["sync"] is not None for body in send.bodies.values()] for send in loads] == [[False], [True, True]]
+
+
 def test_an_upload_is_staged_loaded_and_served_and_its_commit_can_be_repeated() -> None:
     world = StagedWorld(2)
     opened = world.open_upload("1")
@@ -505,6 +531,15 @@ def test_a_second_trainer_is_refused_while_the_first_uploads_and_takes_over_afte
 
 def test_engines_resume_only_after_the_record() -> None:
     world = StagedWorld(2)
-    world.push("1")
-    paths = [send.path for send in world.sent]
-    assert paths.index(AGENT_RUN) > max(place for place, path in enumerate(paths) if path == AGENT_ACTIVATE)
+    assert world.open_group().success
+    assert world.do(rq.Begin()).success
+    assert world.send_tensors("1").success
+    world.ask(rq.End())
+    run_to(world, AGENT_ACTIVATE)
+    world.complete()
+    assert isinstance(world.pending[0], ev.Write)
+    assert AGENT_RUN not in [send.path for send in world.sent]
+    first = world.agents["e0"]
+    assert (str(first.version), first.gate_open, first.paused) == ("1/1", False, True)
+    world.drain()
+    assert serves(world, "1/1")

@@ -295,7 +295,7 @@ class SimulatedAgent:
         if path == AGENT_STAGE:
             return self._stage(body, works)
         if path == AGENT_ACTIVATE:
-            return self._activate(body, works)
+            return self._activate_and_resume(body, works)
         if not self.up:
             return Result(ok=False, status=503, message="the engine is not up.")
         if path == AGENT_SIGNATURE:
@@ -379,6 +379,14 @@ class SimulatedAgent:
             return Result(ok=False, status=502, message="no parent has the version.")
         self.copies[body["update"]] = found
         return self._report()
+
+    def _activate_and_resume(self, body: dict[str, Any], works: bool) -> Result:
+        if body["sync"] is not None:
+            self._apply_sync(SyncRequest.model_validate(body["sync"]))
+        loaded = self._activate(body, works)
+        if not loaded.ok or body["sync"] is None or self.applied_state is not FleetState.ACTIVE:
+            return loaded
+        return replace(loaded, running=self._control(ControlCall.CONTINUE, {}, None).ok)
 
     def _activate(self, body: dict[str, Any], works: bool) -> Result:
         """Load a copy: pause, session, write, compare, acknowledge."""
