@@ -13,6 +13,7 @@ from typing import Any
 
 from bench.common import get
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from sglang_rollout.wire.ports import AGENT_ACK, AGENT_METRICS, AGENT_RUN, AGENT_SYNC, FLEET_METRICS
 
@@ -21,6 +22,7 @@ NAMES = {AGENT_ACK: "acknowledge", AGENT_RUN: "run", AGENT_SYNC: "sync"}
 """Names of the agents' own calls, by path."""
 COORDINATOR = "sglang_rollout_coordinator_fan_out_seconds_sum"
 AGENT = "sglang_rollout_agent_control_seconds_sum"
+PAUSES = "sglang_rollout_agent_pause_seconds_sum"
 
 
 class Processes:
@@ -65,18 +67,27 @@ def call_times(before: Mapping[str, Milliseconds], after: Mapping[str, Milliseco
     return {"fan_out": fan_out, "engine": {call: round(max(row.get(call, 0.0) for row in spent.values()), 1) for call in names}}
 
 
+def paused(url: str) -> dict[str, float]:
+    """Return the milliseconds that each engine of a fleet was paused since its agent started, by the agent's URL."""
+    agents = [member["url"] for member in get(f"{url}/fleet")["members"]]
+    return {agent: sum(sample.value for sample in _samples(agent + AGENT_METRICS, PAUSES)) * 1000 for agent in agents}
+
+
 def stolen() -> float:
     """Return the milliseconds for which the hypervisor has kept processors from this machine since its start."""
     ticks = int(Path("/proc/stat").read_text().split("\n", 1)[0].split()[8])
     return ticks * 1000 / os.sysconf("SC_CLK_TCK")
 
 
-def _seconds(url: str, metric: str) -> Milliseconds:
+def _samples(url: str, metric: str) -> list[Sample]:
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(url, timeout=5) as reply:
         families = text_string_to_metric_families(reply.read().decode())
-    samples = [sample for family in families for sample in family.samples if sample.name == metric]
-    calls = [(sample.labels.get("path") or sample.labels["call"], sample.value) for sample in samples]
+    return [sample for family in families for sample in family.samples if sample.name == metric]
+
+
+def _seconds(url: str, metric: str) -> Milliseconds:
+    calls = [(sample.labels.get("path") or sample.labels["call"], sample.value) for sample in _samples(url, metric)]
     return {NAMES.get(call, call.removeprefix("/")): seconds * 1000 for call, seconds in calls}
 
 

@@ -43,7 +43,8 @@ BUCKETS_MIB = (256, 32)
 STAGED_WAYS = ("group", "upload", "early")
 AIMS = {"paused": 0.3, "blocked": 0.5, "whole": 1.0}
 """Largest ratios to Distributed: the longest pause of an engine, until the last byte is taken, and until the commit."""
-_LOAD_ENDED = re.compile(r"The load of update \w+ has ended: (\{.*\})\.")
+_LOAD_ENDED = re.compile(r"The load of update \w+ has ended: (.*)\.")
+_STEP = re.compile(r"(\w+) (\d+) ms")
 Rows = list[dict[str, Any]]
 
 
@@ -105,9 +106,9 @@ def load_seconds(state: Path) -> dict[str, float]:
     """Return the median milliseconds of each step of a load, from the agents' logs. The first load of each engine is left out."""
     found: Rows = []
     for log in (state / "logs").glob("*-agent.log"):
-        steps = [json.loads(text.replace("'", '"')) for text in _LOAD_ENDED.findall(log.read_text(errors="replace"))]
+        steps = [{name: float(ms) for name, ms in _STEP.findall(text)} for text in _LOAD_ENDED.findall(log.read_text(errors="replace"))]
         found += steps[1:]
-    return medians([{name: seconds * 1000 for name, seconds in row.items()} for row in found]) if found else {}
+    return medians(found) if found else {}
 
 
 def summarize_push(rows: Rows) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from bench.common import cpu_seconds
+from bench.push_meters import paused
 from bench.push_worker import Gloo, Push, Row, load, take_turns
 
 from sglang_rollout.trainer import connect
@@ -39,7 +40,7 @@ class Pusher:
     """
 
     def __init__(self, url: str, tensors: dict[str, torch.Tensor], *, opens_group: bool) -> None:
-        self._tensors = tensors
+        self._url, self._tensors = url, tensors
         self._fleet = connect(url, timeout=60)
         if opens_group:
             self._fleet.open_group("gloo", host="127.0.0.1")
@@ -47,15 +48,23 @@ class Pusher:
     def push(self, bucket_bytes: int, wait: Wait = "committed") -> Row:
         """Push once, and return the milliseconds until the call returned (``whole``) and until all bytes were taken (``blocked``).
 
-        ``paused`` has the longest and the mean pause of the engines, by the coordinator's clock.
+        ``paused`` and ``paused_mean`` are the longest and the mean pause of the engines, by the clocks of their agents.
         """
         step = self._fleet.document().committed.step + 1
-        started = time.monotonic()
+        before, started = paused(self._url), time.monotonic()
         result = self._fleet.push(self._tensors, version=step, bucket_bytes=bucket_bytes, wait=wait)
         whole = (time.monotonic() - started) * 1000
         phases = self._wait_for_commit(str(step))
         taken = sum(result.phases.get(name, 0.0) for name in ("group", "begin", "transfer"))
-        row = {"whole": whole, "blocked": whole if wait == "staged" else taken, "bytes": result.bytes, "buckets": result.buckets}
+        pauses = [total - before[agent] for agent, total in paused(self._url).items()]
+        row = {
+            "paused": max(pauses),
+            "paused_mean": sum(pauses) / len(pauses),
+            "whole": whole,
+            "blocked": whole if wait == "staged" else taken,
+            "bytes": result.bytes,
+            "buckets": result.buckets,
+        }
         return {**row, "steps": result.phases, "coordinator": phases}
 
     def _wait_for_commit(self, label: str) -> dict[str, int]:
@@ -73,24 +82,6 @@ class Pusher:
     def close(self) -> None:
         """Close the process group."""
         self._fleet.close()
-
-
-def engine_pauses(phases: dict[str, int], engines: int) -> dict[str, float]:
-    """Return the longest and the mean pause of the engines, in milliseconds.
-
-    With transport Staged the first engine (canary) is paused before the others, and all continue together. With transport Distributed all
-    engines are paused from the begin to the end.
-    """
-    if "stage" not in phases:
-        return {"paused": float(phases["total"]), "paused_mean": float(phases["total"])}
-    others = float(sum(phases.get(name, 0) for name in ("activate", "commit", "resume")))
-    return {"paused": others + phases.get("canary", 0), "paused_mean": others + phases.get("canary", 0) / engines}
-
-
-def measured(push: Push, engines: int) -> Row:
-    """Push once, and add the pauses to the row."""
-    row = push()
-    return {**row, **engine_pauses(row["coordinator"], engines)} if "coordinator" in row else row
 
 
 def make_pushes(options: argparse.Namespace, tensors: dict[str, torch.Tensor]) -> tuple[dict[str, Push], list[Callable[[], None]]]:
@@ -111,7 +102,7 @@ def make_pushes(options: argparse.Namespace, tensors: dict[str, torch.Tensor]) -
         closers.append(pusher.close)
         for way, wait in wanted.items():
             for mib in options.bucket_mib if name != "upload" else [max(options.bucket_mib)]:
-                pushes[f"{way} {mib}"] = partial(measured, partial(pusher.push, mib << 20, wait), options.ranks)
+                pushes[f"{way} {mib}"] = partial(pusher.push, mib << 20, wait)
     return pushes, closers
 
 

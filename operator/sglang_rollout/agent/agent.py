@@ -82,6 +82,9 @@ class Agent:
         """Why the engine could not release its memory for ``spec.state: Asleep``."""
         self.on_call_ended: Callable[[str, Reply, float], None] = lambda call, reply, seconds: None
         """Called after each control call with its name, answer and duration in seconds."""
+        self.on_pause_ended: Callable[[float], None] = lambda seconds: None
+        """Called when the engine generates again, with the seconds that it was paused."""
+        self._paused_at = time.monotonic()
         self.attempt = ""
         """The running attempt to load a staged version, whose calls are the only ones; empty if there is none."""
         self.own_load_until = 0.0
@@ -110,11 +113,18 @@ class Agent:
                         log.error("%s", error)  # noqa: TRY400 - a message without traceback
                 case ev.SetGate():
                     self.gate.due.set()
+        self._note_pause(self.state.record.interruption.is_pause, new.record.interruption.is_pause)
         before, after = s.closed_reason(self.state), s.closed_reason(new)
         self.state = new
         if before != after:
             opened = f"The engine holds the committed version {new.record.version}: the gate may open."
             log.info("%s", opened if after is None else after.message)
+
+    def _note_pause(self, was_paused: bool, is_paused: bool) -> None:
+        if is_paused and not was_paused:
+            self._paused_at = time.monotonic()
+        elif was_paused and not is_paused:
+            self.on_pause_ended(time.monotonic() - self._paused_at)
 
     def may_open(self) -> bool:
         """Return whether the gate may be open. A new boot ID closes it, before the restarted engine listens."""

@@ -389,6 +389,13 @@ def make_metrics(agent: Agent) -> CollectorRegistry:
     add_gauge("term", "Highest coordinator term seen.", lambda record: record.term)
     copies = Gauge(prefix + "staged_bytes", "Bytes of the versions in the memory of the pod (transport Staged).", registry=registry)
     copies.set_function(lambda: float(sum(copy.bytes for copy in agent.list_copies())))
+    _observe_calls(agent, registry)
+    return registry
+
+
+def _observe_calls(agent: Agent, registry: CollectorRegistry) -> None:
+    """Count control calls and pauses when they end."""
+    prefix = "sglang_rollout_agent_"
     calls = Counter(prefix + "control_calls", "Control calls by name and HTTP status.", ["call", "status"], registry=registry)
     seconds = Histogram(
         prefix + "control_seconds",
@@ -403,4 +410,10 @@ def make_metrics(agent: Agent) -> CollectorRegistry:
         seconds.labels(call).observe(duration)
 
     agent.on_call_ended = count_call
-    return registry
+    pauses = Histogram(
+        prefix + "pause_seconds",
+        "Seconds that the engine was paused, observed when it generates again.",
+        registry=registry,
+        buckets=(0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 15, 60, 300),
+    )
+    agent.on_pause_ended = pauses.observe

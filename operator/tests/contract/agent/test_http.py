@@ -321,6 +321,9 @@ async def test_metrics(pod: Pod) -> None:
     text = (await pod.ask("GET", AGENT_METRICS)).body
     assert "sglang_rollout_agent_gate_open 1.0" in text
     assert 'sglang_rollout_agent_control_calls_total{call="pause_generation",status="200"} 1.0' in text
+    assert "sglang_rollout_agent_pause_seconds_count 0.0" in text, "the pause has not ended"
+    await pod.control("/continue_generation")
+    assert "sglang_rollout_agent_pause_seconds_count 1.0" in (await pod.ask("GET", AGENT_METRICS)).body
 
 
 async def test_the_agent_ends_on_sigterm(pod: Pod) -> None:
