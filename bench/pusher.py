@@ -1,6 +1,6 @@
 """A trainer in its own process, because it needs torch. It reads a number from each line, and pushes this number of times.
 
-    python -m bench.pusher URL [--model FOLDER] [--reopen 10] [--snapshots FOLDER] [--token TOKEN]
+    python -m bench.pusher URL [--model FOLDER] [--reopen 10] [--snapshots FOLDER] [--token TOKEN] [--upload]
 
 The answer to a line is a line of JSON, ``[[began, ended], …]`` by the machine's monotonic clock. Each push has other values.
 """
@@ -62,6 +62,7 @@ def main() -> None:
     parser.add_argument("--reopen", type=int, default=0, help="open a new process group after this number of pushes; 0: only if necessary")
     parser.add_argument("--snapshots", type=Path, help="write a snapshot of every push, and wait until it is complete")
     parser.add_argument("--token", help="token of each call")
+    parser.add_argument("--upload", action="store_true", help="upload to a fleet with transport Staged, without a process group")
     options = parser.parse_args()
     torch.set_num_threads(1)
     tensors, versions = load(options.model), itertools.count(1)
@@ -70,7 +71,7 @@ def main() -> None:
         for line in sys.stdin:
             spans = []
             for _, version in zip(range(int(line)), versions, strict=False):
-                if version == 1 or (options.reopen and version % options.reopen == 1):
+                if not options.upload and (version == 1 or (options.reopen and version % options.reopen == 1)):
                     fleet.open_group("gloo", host="127.0.0.1")
                 moved = {name: tensor + 0.01 * version for name, tensor in tensors.items()}
                 began = time.monotonic()

@@ -1,6 +1,6 @@
 """Measure transport Staged against transport Distributed, and against what the machine can do, in pairs of the same run.
 
-    python -m bench.staged [push-2] [push-4] [fanout] [rejoin] [memory] [--pairs 10] [--smoke] [--paused-sleep]
+    python -m bench.staged [push-2] [push-4] [fanout] [rejoin] [memory] [tokens] [--pairs 10] [--smoke] [--paused-sleep]
 
 push-2, push-4   Two fleets side by side, each with 2 or 4 real engines and a model of 197 MB: one Distributed, one Staged. Each round
                  pushes each way once, in an order that alternates. The baselines of a round are Distributed with the same number of
@@ -13,6 +13,8 @@ rejoin           1 or 8 stand-ins restart at the same time: seconds from an engi
                  own pod, in another pod, and only at the weight store. The baseline is ``/update_weights_from_disk`` on one stand-in.
 memory           Resident memory of the weight store and of the agents during pushes of 197 MB to two stand-ins, without shared memory
                  (the volume's pages). The baseline is the same process before the pushes, and the agent of a Distributed fleet.
+tokens           Tokens that clients receive from two real engines in a minute with one upload, against a minute without, with
+                 activation AllAtOnce (aim 0.9) and Rolling (aim 0.95), and the processor time of staging.
 
 ``--smoke`` runs each row with few pairs of small models, to see that it works: its figures mean nothing, and no file is written.
 """
@@ -31,7 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench import staged_fanout, staged_memory, staged_rejoin
+from bench import staged_fanout, staged_memory, staged_rejoin, staged_tokens
 from bench.common import RESULTS, machine, save
 from bench.fleets import LOADER_ARGS, LocalFleet, engine_parts, engine_python, loader_path, local_fleet, real_engines
 from bench.push import LARGE, listed, medians, quartiles
@@ -199,14 +201,21 @@ def measure_memory(settings: Settings) -> dict[str, Any]:
     return staged_memory.measure(model=model, size_limit=SIZE_LIMIT, pairs=settings.pairs, work=work)
 
 
+def measure_tokens(settings: Settings) -> dict[str, Any]:
+    """Measure tokens that are generated during a push."""
+    model = environment.model() if settings.smoke else environment.model(*LARGE)
+    return staged_tokens.measure(model=model, size_limit=SIZE_LIMIT, pairs=settings.pairs, seconds=15.0 if settings.smoke else 60.0)
+
+
 ROWS: dict[str, tuple[Callable[[Settings], dict[str, Any]], Callable[[dict[str, Any]], None]]] = {
     "push-2": (lambda settings: measure_push(2, settings), show_push),
     "push-4": (lambda settings: measure_push(4, settings), show_push),
     "fanout": (measure_fanout, staged_fanout.show),
     "rejoin": (measure_rejoin, staged_rejoin.show),
     "memory": (measure_memory, staged_memory.show),
+    "tokens": (measure_tokens, staged_tokens.show),
 }
-DEFAULT_PAIRS = {"push-2": 20, "push-4": 12, "fanout": 5, "rejoin": 5, "memory": 3}
+DEFAULT_PAIRS = {"push-2": 20, "push-4": 12, "fanout": 5, "rejoin": 5, "memory": 3, "tokens": 3}
 
 
 def main() -> int:
