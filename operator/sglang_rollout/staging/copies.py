@@ -27,12 +27,14 @@ from sglang_rollout.staging.files import (
     hash_range,
     hide_folder,
     map_shard,
+    patch_range,
     read_boot_id,
     replace_file,
     write_at,
     write_chunks,
 )
 from sglang_rollout.staging.index import Index, StagedError, StagedFault, piece_count, piece_offset, shard_bytes, shard_header
+from sglang_rollout.staging.kept_differences import KeptDifferences
 from sglang_rollout.wire import Message
 from sglang_rollout.wire.staged import UPDATE_PATTERN, IndexEntry, Piece, Shard, StagedCopy, VersionEnd
 from sglang_rollout.wire.states import Version
@@ -41,6 +43,8 @@ log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 TICKETS = "tickets.json"
+DIFFERENCES = "differences"
+"""Folder of the differences by which the pieces of a version arrived, in the folder of the version."""
 
 
 class Manifest(Message):
@@ -76,6 +80,9 @@ class Copy:
         self.index = Index()
         self.version: Version | None = None
         self.is_deleted = False
+        self.transferred = 0
+        """Bytes that were sent to this process for the copy: differences count as what they are, and equal pieces not at all."""
+        self.differences = KeptDifferences(folder / DIFFERENCES)
         self.failure = ""
         """Why nothing more arrives, as a sentence; empty while the copy may grow."""
         self._data_starts: list[int] = []
@@ -102,7 +109,9 @@ class Copy:
     def status(self) -> StagedCopy:
         """Return what statuses say about the copy."""
         digest = self.index.end.digest if self.index.end else ""
-        return StagedCopy(update=self.update, version=self.version, bytes=self.index.bytes_arrived, digest=digest)
+        return StagedCopy(
+            update=self.update, version=self.version, bytes=self.index.bytes_arrived, digest=digest, transferred=self.transferred
+        )
 
     def shard_path(self, shard: int) -> Path:
         """Return the path of a shard's file."""
@@ -140,7 +149,35 @@ class Copy:
         Raises:
             StagedError: The bytes have another digest or length, the piece is there with another digest, or there is no space.
         """
-        return await self.fill_piece(shard, piece, digest, lambda path, offset, size: write_chunks(path, offset, size, chunks))
+        added = await self.fill_piece(shard, piece, digest, lambda path, offset, size: write_chunks(path, offset, size, chunks))
+        self.transferred += self.index.piece_size(shard, piece) if added else 0
+        return added
+
+    async def patch_piece(self, shard: int, piece: int, digest: str, base: Copy, difference: bytes) -> bool:
+        """Write a piece that differs from the same piece of a complete copy, and keep the difference. Return False if it is there already.
+
+        Raises:
+            StagedError: The difference is damaged, the result has another digest, ``base`` has no such piece, or there is no space.
+        """
+        source, start, _ = base.piece_location(shard, piece)
+
+        async def write(path: Path, offset: int, size: int) -> str:
+            found = await finish_in_thread(lambda: patch_range(source, start, path, offset, size, difference=difference))
+            if found == digest:
+                await self.keep_difference(base, shard, piece, difference)
+            return found
+
+        added = await self.fill_piece(shard, piece, digest, write)
+        self.transferred += len(difference) if added else 0
+        return added
+
+    async def keep_difference(self, base: Copy, shard: int, piece: int, difference: bytes) -> None:
+        """Keep a difference from a complete copy for other pods. Call it before the piece enters the index, which tells them of it.
+
+        Pods that have ``base`` need no difference for an equal piece.
+        """
+        if difference and base.index.end is not None:
+            await self.differences.put(base.index.end.digest, shard, piece, difference, self.size_limit - self.index.bytes)
 
     async def fill_piece(self, shard: int, piece: int, digest: str, write: Callable[[Path, int, int], Awaitable[str]]) -> bool:
         """Let ``write`` write a piece. Return False, without calling it, if the piece is there already.
@@ -212,7 +249,7 @@ class Copy:
             self._check_open(index)
             raise
         self._check_open(index)
-        self._add_piece(shard, piece, digest)
+        self.transferred += size if self._add_piece(shard, piece, digest) else 0
         return Piece(shard=shard, piece=piece, digest=digest)
 
     async def confirm_shard(self, shard: int) -> None:
@@ -241,7 +278,7 @@ class Copy:
         with Writing(self.folder):
             hidden = hide_folder(self.folder)
             self.folder.mkdir()
-        self.index = Index()
+        self.index, self.differences = Index(), KeptDifferences(self.folder / DIFFERENCES)
         self._data_starts.clear()
         self._locks.clear()
         self._touched.clear()
@@ -261,6 +298,7 @@ class Copy:
             if found != size:
                 raise StagedError(f"{self.folder / name} has {found} bytes, not {size}.")
         self.version = manifest.version
+        delete_folders([self.folder / DIFFERENCES])  # it is not known from which version they differ
 
     def link(self, source: Copy) -> None:
         """Take over all shards and pieces of a complete copy of the same volume. The files are shared, so no bytes are copied.
@@ -371,6 +409,14 @@ class Copies:
         """Return the copy of an update."""
         return self._copies.get(update)
 
+    def find(self, digest: str) -> Copy | None:
+        """Return the complete copy with a digest."""
+        return next((copy for copy in self._copies.values() if copy.index.end is not None and copy.index.end.digest == digest), None)
+
+    def newest_besides(self, update: str) -> Copy | None:
+        """Return the newest complete copy of another update."""
+        return next((copy for copy in reversed(self._copies.values()) if copy.is_complete and copy.update != update), None)
+
     def open(self, update: str, ticket: str, size_limit: int) -> Copy:
         """Return the copy of an update, which is created if it is missing. The ticket and the limit of the newest call count."""
         if not re.fullmatch(UPDATE_PATTERN, update):
@@ -388,7 +434,13 @@ class Copies:
         return copy
 
     async def keep(self, updates: set[str]) -> None:
-        """Delete all copies but these. Returns when their space is free."""
+        """Delete all copies but these. Returns when their space is free.
+
+        If one of these has not begun, the copies that stay do without their differences: pods copy the next version now.
+        """
+        if not updates <= self._copies.keys():
+            for copy in list(self._copies.values()):
+                await copy.differences.clear()
         removed = [self._copies.pop(update) for update in list(self._copies) if update not in updates]
         if not removed:
             return

@@ -16,6 +16,7 @@ from concurrent.futures import Executor
 from pathlib import Path
 from typing import TypeVar
 
+from sglang_rollout.staging.differences import decode, exclusive_or
 from sglang_rollout.staging.index import StagedError, StagedFault
 
 DELETED_PREFIX = ".deleted-"
@@ -139,6 +140,37 @@ def hash_range(path: Path, offset: int, size: int) -> str:
         raise StagedError(f"{path} cannot be read: {error.strerror or error}.", StagedFault.INCOMPLETE) from error
     if size:
         raise StagedError(f"{path} is too short.", StagedFault.INCOMPLETE)
+    return hashed.hexdigest()
+
+
+def patch_range(base: Path, base_offset: int, path: Path, offset: int, size: int, *, difference: bytes) -> str:
+    """Write the part of a file that differs from a part of another file, and return its SHA-256. Blocks.
+
+    Args:
+        base: The other file.
+        base_offset: Where its part begins.
+        path: File that is written.
+        offset: Where the written part begins.
+        size: Bytes of both parts.
+        difference: The difference; empty: both parts are equal.
+
+    Raises:
+        StagedError: The difference is damaged, or a file cannot be read or written.
+    """
+    hashed, position = hashlib.sha256(), 0
+    try:
+        source = base.open("rb", buffering=0)
+    except OSError as error:
+        raise StagedError(f"{base} cannot be read: {error.strerror or error}.", StagedFault.INCOMPLETE) from error
+    with source:
+        for block in decode(difference, size):
+            held = os.pread(source.fileno(), len(block), base_offset + position)
+            if len(held) < len(block):
+                raise StagedError(f"{base} is too short.", StagedFault.INCOMPLETE)
+            data = exclusive_or(held, block) if difference else held
+            hashed.update(data)
+            write_at(path, offset + position, [data])
+            position += len(data)
     return hashed.hexdigest()
 
 

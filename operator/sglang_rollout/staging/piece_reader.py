@@ -20,8 +20,10 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from sglang_rollout.staging.files import Writing, finish_in_thread
+from sglang_rollout.staging.differences import most_bytes
+from sglang_rollout.staging.files import Writing, finish_in_thread, patch_range
 from sglang_rollout.staging.index import StagedError, StagedFault
+from sglang_rollout.wire.ports import BASE_HEADER
 
 BUFFER_BYTES = 2**20
 """Bytes that a thread receives, hashes and writes in one go."""
@@ -51,6 +53,26 @@ class Target:
     size: int
 
 
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The same piece of another version, which this pod has."""
+
+    version: str
+    """Digest of the other version."""
+    file: Path
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A piece that was written."""
+
+    digest: str
+    """SHA-256 of the whole piece."""
+    difference: bytes | None = None
+    """What was sent in place of the piece; None: the piece itself."""
+
+
 class PieceReader:
     """Connections to one parent. Close it after the last piece.
 
@@ -71,20 +93,25 @@ class PieceReader:
         self._idle: list[HTTPConnection] = []
         self._threads = ThreadPoolExecutor(parallel, thread_name_prefix="pieces")
 
-    async def read(self, path: str, target: Target) -> str:
-        """Write the bytes of an answer to their file, and return their SHA-256. A cancelled call has ended its thread when it raises.
+    async def read(self, path: str, target: Target, origin: Origin | None = None) -> Received:
+        """Write the bytes of a piece to their file. A cancelled call has ended its thread when it raises.
+
+        Args:
+            path: Path of the request.
+            target: The file.
+            origin: With it, the parent may answer with the difference.
 
         Raises:
             RefusedPieceError: The parent refuses.
             BrokenAnswerError: The parent cannot be reached, or the answer breaks off.
-            StagedError: The answer has another number of bytes, or the file cannot be written.
+            StagedError: The answer has another number of bytes, the difference is damaged, or a file cannot be read or written.
         """
         while True:
             is_used = bool(self._idle)
             connection = self._idle.pop() if is_used else await self._connect()
             try:
                 found = await finish_in_thread(
-                    partial(self._read, connection, path, target),
+                    partial(self._read, connection, path, target, origin),
                     executor=self._threads,
                     on_cancel=partial(_shut_down, connection),
                 )
@@ -133,10 +160,11 @@ class PieceReader:
         connection.sock = connected
         return connection
 
-    def _read(self, connection: HTTPConnection, path: str, target: Target) -> str:
+    def _read(self, connection: HTTPConnection, path: str, target: Target, origin: Origin | None) -> Received:
         """Send a request and read its answer. Runs in a thread."""
+        asked = {} if origin is None else {BASE_HEADER: origin.version}
         try:
-            connection.request("GET", path, headers=self._headers)
+            connection.request("GET", path, headers={**self._headers, **asked})
             answer = connection.getresponse()
         except TimeoutError:
             raise BrokenAnswerError("it has stopped sending") from None
@@ -145,7 +173,9 @@ class PieceReader:
         try:
             if answer.status != 200:
                 raise _refusal(answer)
-            return _receive(answer, target)
+            if (version := answer.getheader(BASE_HEADER)) is not None:
+                return _receive_difference(answer, target, origin, version)
+            return Received(_receive(answer, target))
         except TimeoutError:
             raise BrokenAnswerError("it has stopped sending") from None
         except (OSError, HTTPException) as error:
@@ -185,6 +215,20 @@ def _receive(answer: HTTPResponse, target: Target) -> str:
     if answer.readinto(buffer[:1]):
         raise _wrong_size(target.size, "more")
     return hashed.hexdigest()
+
+
+def _receive_difference(answer: HTTPResponse, target: Target, origin: Origin | None, version: str) -> Received:
+    """Write the piece that follows from a difference."""
+    if origin is None or version != origin.version:
+        raise StagedError(f"A difference from version {version[:12]}… arrived, which was not asked for.", StagedFault.WRONG_BYTES)
+    limit = most_bytes(target.size)
+    difference = answer.read(limit + 1)
+    if len(difference) > limit:
+        raise StagedError(f"A difference of more than {limit} bytes arrived for a piece of {target.size}.", StagedFault.WRONG_BYTES)
+    if answer.length:
+        raise ConnectionResetError(f"{len(difference)} of {len(difference) + answer.length} bytes have arrived")
+    digest = patch_range(origin.file, origin.offset, target.file, target.offset, target.size, difference=difference)
+    return Received(digest, difference)
 
 
 def _write(descriptor: int, part: memoryview, target: Target, position: int) -> None:

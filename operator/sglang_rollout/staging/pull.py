@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import aiohttp
@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from sglang_rollout.staging.copies import Copy
 from sglang_rollout.staging.index import Index, StagedError, StagedFault
-from sglang_rollout.staging.piece_reader import BrokenAnswerError, PieceReader, RefusedPieceError, Target
+from sglang_rollout.staging.piece_reader import BrokenAnswerError, Origin, PieceReader, RefusedPieceError, Target
 from sglang_rollout.wire.ports import STAGED, TICKET_HEADER
 from sglang_rollout.wire.reasons import RefusalCode, end_sentence, quote_value
 from sglang_rollout.wire.staged import IndexEntry, IndexReply, Piece, StageRequest, VersionEnd
@@ -38,11 +38,17 @@ _FIRST_DELAY_SECONDS, _LAST_DELAY_SECONDS = 0.25, 5.0
 _MAX_REPLY_BYTES = 256 * 2**20
 
 
-async def pull(session: aiohttp.ClientSession, request: StageRequest, copy: Copy) -> VersionEnd:
+async def pull(session: aiohttp.ClientSession, request: StageRequest, copy: Copy, base: Copy | None = None) -> VersionEnd:
     """Complete a copy, and return its end. A copy that is complete already is checked against ``request.digest``.
 
     Only one pull at a time may work on a copy. Another pull with other parents continues where this one was cancelled. After a failure
     the readers of the copy turn to other pods.
+
+    Args:
+        session: HTTP session for the parents.
+        request: What to copy, and from where.
+        copy: The copy.
+        base: A complete copy of another version: equal pieces come from it, and other pieces as differences if a parent has them.
 
     Raises:
         StagedError: The deadline has passed, the version is too large, there is no space, every parent gives wrong bytes, or the copy
@@ -50,7 +56,7 @@ async def pull(session: aiohttp.ClientSession, request: StageRequest, copy: Copy
     """
     if not request.parents:
         raise StagedError(f"Update {request.update} has no parent to copy from.")
-    work = _Pull(session, request, copy)
+    work = _Pull(session, request, copy, base)
     copy.note_failure("")
     try:
         async with asyncio.timeout(request.deadline):
@@ -81,10 +87,11 @@ class _ContradictionError(Exception):
 
 
 class _Pull:
-    def __init__(self, session: aiohttp.ClientSession, request: StageRequest, copy: Copy) -> None:
+    def __init__(self, session: aiohttp.ClientSession, request: StageRequest, copy: Copy, base: Copy | None) -> None:
         self._session = session
         self._request = request
         self._copy = copy
+        self._base = base
         self._parents = [parent.rstrip("/") for parent in request.parents]
         self._problems: dict[str, str] = {}
         self._wrong: set[str] = set()
@@ -256,10 +263,35 @@ class _Pull:
             wanted.task_done()
 
     async def _fetch_piece(self, reader: PieceReader, piece: Piece) -> None:
-        url = f"{STAGED}/{self._copy.update}/pieces/{piece.shard}/{piece.piece}"
+        origin = self._find_origin(piece)
+        if origin is not None:
+            try:
+                return await self._fill_piece(reader, piece, origin)
+            except StagedError as error:
+                if error.fault not in (StagedFault.WRONG_BYTES, StagedFault.INCOMPLETE):
+                    raise
+                where = f"piece {piece.piece} of shard {piece.shard} of update {self._copy.update}"
+                log.warning("The difference of %s cannot be used, so the whole piece is copied: %s", where, error)
+        try:
+            await self._fill_piece(reader, piece, None)
+        except StagedError as error:
+            if error.fault is StagedFault.WRONG_BYTES:
+                raise _ParentError(str(error), is_wrong=True) from error
+            raise
 
-        def write(file: Path, offset: int, size: int) -> Awaitable[str]:
-            return reader.read(url, Target(file, offset, size))
+    async def _fill_piece(self, reader: PieceReader, piece: Piece, origin: Origin | None) -> None:
+        """Copy a piece: whole, or as its difference from the piece ``origin``. An equal piece is copied from there."""
+        url, base = f"{STAGED}/{self._copy.update}/pieces/{piece.shard}/{piece.piece}", self._base
+        if origin is not None and base is not None and base.index.digests[piece.shard, piece.piece] == piece.digest:
+            await self._copy.patch_piece(piece.shard, piece.piece, piece.digest, base, b"")
+            return
+
+        async def write(file: Path, offset: int, size: int) -> str:
+            received = await reader.read(url, Target(file, offset, size), origin)
+            self._copy.transferred += size if received.difference is None else len(received.difference)
+            if received.difference is not None and base is not None and received.digest == piece.digest:
+                await self._copy.keep_difference(base, piece.shard, piece.piece, received.difference)
+            return received.digest
 
         try:
             await self._copy.fill_piece(piece.shard, piece.piece, piece.digest, write)
@@ -267,10 +299,16 @@ class _Pull:
             raise _ParentError(_describe_refusal(url, error.status, error.code, str(error))) from None
         except BrokenAnswerError as error:
             raise _ParentError(str(error)) from error
-        except StagedError as error:
-            if error.fault is StagedFault.WRONG_BYTES:
-                raise _ParentError(str(error), is_wrong=True) from error
-            raise
+
+    def _find_origin(self, piece: Piece) -> Origin | None:
+        """Return the same piece of the other version; None if the other version is gone, or has no piece of this size there."""
+        base, place = self._base, (piece.shard, piece.piece)
+        if base is None or base.is_deleted or base.index.end is None or place not in base.index.digests:
+            return None
+        if base.index.piece_size(*place) != self._copy.index.piece_size(*place):
+            return None
+        path, offset, _ = base.piece_location(*place)
+        return Origin(base.index.end.digest, path, offset)
 
     def _headers(self) -> dict[str, str]:
         return {TICKET_HEADER: self._request.ticket, "Accept-Encoding": "identity"}

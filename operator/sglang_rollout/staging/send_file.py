@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from collections.abc import Mapping
 from typing import IO
 
 from aiohttp import web
@@ -19,13 +20,15 @@ _CALL_BYTES = 2**20
 _FLUSH_CHECK_SECONDS = 0.002
 
 
-async def send_file(request: web.Request, file: IO[bytes], offset: int, size: int) -> web.StreamResponse:
-    """Answer with ``size`` bytes of a file from ``offset`` on.
+async def send_file(
+    request: web.Request, file: IO[bytes], offset: int, size: int, headers: Mapping[str, str] | None = None
+) -> web.StreamResponse:
+    """Answer with ``size`` bytes of a file from ``offset`` on, and with these headers.
 
     Raises:
         ConnectionResetError: The reader is gone or has stalled, or the file is too short; the connection is closed.
     """
-    response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
+    response = web.StreamResponse(headers={"Content-Type": "application/octet-stream", **(headers or {})})
     response.content_length = size
     await response.prepare(request)
     transport = request.transport

@@ -15,7 +15,7 @@ from aiohttp import web
 from sglang_rollout.staging.copies import Copy
 from sglang_rollout.staging.index import StagedError
 from sglang_rollout.staging.send_file import send_file
-from sglang_rollout.wire.ports import STAGED, TICKET_HEADER
+from sglang_rollout.wire.ports import BASE_HEADER, STAGED, TICKET_HEADER
 from sglang_rollout.wire.reasons import Refusal, RefusalCode, RefusedError, reason_phrase
 from sglang_rollout.wire.staged import IndexEntry, IndexReply
 from sglang_rollout.wire.trainer import ControlReply
@@ -94,19 +94,21 @@ class _Routes:
         return web.Response(text=reply.model_dump_json(exclude_none=True), content_type="application/json")
 
     async def piece(self, request: web.Request) -> web.StreamResponse:
-        """Return the bytes of a piece."""
+        """Return the bytes of a piece, or its difference from the version that the reader has."""
         copy = self._find(request)
         shard, piece = path_number(request, "shard"), path_number(request, "piece")
         if (shard, piece) not in copy.index.digests:
             message = f"{request.path}: this piece has not arrived here."
             raise RefusedError(Refusal(RefusalCode.UNAVAILABLE, message), status=404, headers={"Retry-After": "1"})
         try:
-            path, offset, size = copy.piece_location(shard, piece)
+            (path, offset, size), headers = copy.piece_location(shard, piece), dict[str, str]()
+            if (kept := copy.differences.find(base := request.headers.get(BASE_HEADER, ""), shard, piece)) is not None:
+                (path, size), offset, headers = kept, 0, {BASE_HEADER: base}
             file = path.open("rb", buffering=0)
         except (StagedError, FileNotFoundError):  # deleted at this moment
             raise self._unknown(request) from None
         with file:
-            return await send_file(request, file, offset, size)
+            return await send_file(request, file, offset, size, headers)
 
     def _find(self, request: web.Request) -> Copy:
         copy = self._copies.get(request.match_info["update"])

@@ -121,6 +121,10 @@ TICKET_HEADER = "X-Rollout-Ticket"
 """Request header: the ticket of a version, for reading or for uploading it."""
 DIGEST_HEADER = "X-Rollout-Digest"
 """Request header of an uploaded piece: the SHA-256 of its bytes, hexadecimal."""
+BASE_HEADER = "X-Rollout-Base"
+"""Header with the digest of another version. Of a body: it is the difference from the same piece of that version. Of a GET request: the
+reader has that version, so the answer may be a difference.
+"""
 
 # Coordinator paths beside SGLang's own paths.
 FLEET = "/fleet"  # GET FleetDocument

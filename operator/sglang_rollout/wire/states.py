@@ -41,6 +41,8 @@ class StagedCopy(Message):
     """Bytes that have arrived."""
     digest: str = ""
     """Digest of the version once it is complete; empty before."""
+    transferred: int = 0
+    """Bytes that were sent to the process for it; fewer than ``bytes`` if differences were sent."""
 
 
 class Snapshot(Message):

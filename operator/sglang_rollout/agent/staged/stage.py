@@ -116,7 +116,8 @@ class Stager:
                 return copy, None
             if request.update in self._updates_in_use():
                 raise StagedError(f"The copy of update {request.update} is being loaded, and has another digest.", StagedFault.WRONG_DIGEST)
-            task = asyncio.create_task(pull(self._session, request, copy), name=f"copy of update {request.update}")
+            work = pull(self._session, request, copy, base=self._copies.newest_besides(request.update))
+            task = asyncio.create_task(work, name=f"copy of update {request.update}")
             task.add_done_callback(_log_result)
             self._running[request.update] = _Copying(request, task)
             return copy, task

@@ -81,9 +81,9 @@ def stage_request(parents: Sequence[Pod | str], *, digest: str = "", deadline: f
     return StageRequest(update=update_id(), parents=urls, ticket=ticket, size_limit=LIMIT, digest=digest, deadline=deadline)
 
 
-async def pull_into(copy: Copy, request: StageRequest) -> VersionEnd:
+async def pull_into(copy: Copy, request: StageRequest, base: Copy | None = None) -> VersionEnd:
     async with aiohttp.ClientSession() as session:
-        return await pull(session, request, copy)
+        return await pull(session, request, copy, base)
 
 
 async def get(url: str, path: str, ticket: str = TICKET) -> tuple[int, bytes, dict[str, str]]:
