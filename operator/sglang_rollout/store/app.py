@@ -202,7 +202,7 @@ class _StateCollector(Collector):
         yield GaugeMetricFamily(f"{PREFIX}_versions", "Versions in the store, also unfinished ones.", value=len(status.copies))
         yield GaugeMetricFamily(f"{PREFIX}_version_bytes", "Bytes of all versions in the store.", value=held)
         yield GaugeMetricFamily(f"{PREFIX}_process_groups", "Open process groups.", value=len(status.groups))
-        yield CounterMetricFamily(f"{PREFIX}_uploaded_bytes", "Bytes of uploaded pieces.", value=self._store.uploads.bytes)
+        yield CounterMetricFamily(f"{PREFIX}_uploaded_bytes", "Bytes of uploaded pieces and differences.", value=self._store.uploads.bytes)
         # Without snapshots these have no value.
         usable = GaugeMetricFamily(f"{PREFIX}_snapshots", "Usable snapshots on the volume.")
         failures = CounterMetricFamily(f"{PREFIX}_snapshot_failures", "Failed attempts to write a snapshot.")

@@ -92,8 +92,9 @@ class Store:
 
         Raises:
             StagedError: The shards are malformed or too large, or there is no space. Nothing is left of the version.
-            RefusedError: The version has other shards already, or its update has failed.
+            RefusedError: The version has other shards already, its update has failed, or ``base`` is missing or has other shards.
         """
+        self._check_base(request)
         await self.drop([*request.keep, request.update, *filter(None, [request.source])])
         known = self._copies.get(request.update)
         if known is None:
@@ -106,7 +107,7 @@ class Store:
         elif known is None:
             await self._add_shards(copy, request.shards)
         if request.upload_ticket:
-            self.uploads.allow(request.update, request.upload_ticket, request.upload_seconds)
+            self.uploads.allow(request.update, request.upload_ticket, request.upload_seconds, request.base)
 
     async def join(self, request: StoreGroupRequest) -> None:
         """Join a process group of a trainer.
@@ -253,6 +254,18 @@ class Store:
         if self._snapshots is not None:
             await self._snapshots.close()
         await self._receivers.close()
+
+    def _check_base(self, request: StoreOpenRequest) -> None:
+        """Raise RefusedError if pieces cannot come as differences from the base of an upload."""
+        if not request.base:
+            return
+        base = self._copies.find(request.base)
+        problem = "the weight store does not have it" if base is None or base.update not in request.keep else ""
+        if base is not None and base.index.shards != request.shards:
+            problem = "it has other tensors or shards"
+        if problem:
+            message = f"The upload cannot differ from the base {request.base[:12]}…: {problem}. Upload all pieces whole."
+            raise RefusedError(Refusal(RefusalCode.BASE_MISSING, message))
 
     async def _add_shards(self, copy: Copy, shards: list[Shard]) -> None:
         try:

@@ -76,6 +76,8 @@ class RefusalCode(StrEnum):
     NOT_FOUND = "NotFound"
     CONFLICT = "Conflict"
     """The engine or the fleet is in a state that forbids the call."""
+    BASE_MISSING = "BaseMissing"
+    """A delta upload names a base that is not the committed version, or that the weight store lacks: upload all pieces whole."""
     MISDIRECTED = "Misdirected"
     """Another pod answers this call."""
     INTERNAL_ERROR = "InternalError"
@@ -103,6 +105,7 @@ _STATUS = {
     RefusalCode.FORBIDDEN: 403,
     RefusalCode.NOT_FOUND: 404,
     RefusalCode.CONFLICT: 409,
+    RefusalCode.BASE_MISSING: 409,
     RefusalCode.MISDIRECTED: 421,
     RefusalCode.INTERNAL_ERROR: 500,
     RefusalCode.NOT_OFFERED: 501,

@@ -189,6 +189,8 @@ class StoreOpenRequest(Message):
     """All shards of an upload. Shards from a process group are added as their tensors are announced."""
     source: str = ""
     """ID of the update whose version the store itself brings again, from its memory or from a snapshot; empty: an uploader sends it."""
+    base: str = Field(default="", pattern=f"^$|{DIGEST_PATTERN}")
+    """Digest of a complete version with the same shards: pieces of an upload may come as differences from it. Empty: all come whole."""
     keep: list[str] = Field(default_factory=list)
     """Updates whose versions stay. All others are deleted."""
 

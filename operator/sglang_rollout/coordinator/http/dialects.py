@@ -7,6 +7,7 @@ also accepts the singular ``{name, dtype, shape}`` of older clients. Unknown fie
 from __future__ import annotations
 
 import json
+import re
 import unicodedata
 from collections.abc import Mapping
 from typing import Any
@@ -40,7 +41,7 @@ from sglang_rollout.sglang.api import DEFAULT_PAUSE_MODE, DISK_LOAD_FORMATS, MEM
 from sglang_rollout.wire import find_lone_surrogate
 from sglang_rollout.wire.reasons import RefusedError, quote_value
 from sglang_rollout.wire.signed import SignedVersion
-from sglang_rollout.wire.staged import MAX_SHARDS, Shard
+from sglang_rollout.wire.staged import DIGEST_PATTERN, MAX_SHARDS, Shard
 from sglang_rollout.wire.trainer import ControlReply
 
 MAX_FLUSH_SECONDS = 60.0
@@ -134,7 +135,14 @@ def upload(body: Fields) -> Upload:
     except ValidationError as error:
         problem = error.errors()[0]
         raise RefusedError(f"shards: {'.'.join(map(str, problem['loc']))}: {problem['msg']}.") from None
-    return Upload(parsed, _label(body.get("label"), "label"), _signed(body))
+    return Upload(parsed, _label(body.get("label"), "label"), _signed(body), base=_base(body))
+
+
+def _base(body: Fields) -> str:
+    base = body.get("base") or ""
+    if not isinstance(base, str) or re.fullmatch(f"|{DIGEST_PATTERN}", base) is None:
+        raise RefusedError(f"base {quote_value(base)} is no digest: use the digest of the committed version in store.copies of GET /fleet.")
+    return base
 
 
 def restore(body: Fields) -> tuple[str, str | None]:
@@ -144,8 +152,8 @@ def restore(body: Fields) -> tuple[str, str | None]:
         raise RefusedError(
             f"from must be the label, the run/step or the update of a version: a text of 1 to {MAX_NAME_CHARACTERS} characters."
         )
-    if "shards" in body or "signed" in body:
-        raise RefusedError("from takes no shards and no signature: the weight store has the tensors.")
+    if body.keys() & {"shards", "signed", "base"}:
+        raise RefusedError("from takes no shards, no base and no signature: the weight store has the tensors.")
     return name, _label(body.get("label"), "label")
 
 

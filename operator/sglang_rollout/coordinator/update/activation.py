@@ -108,7 +108,8 @@ def staged_answer(fleet: Fleet) -> Answer:
         f"Success: version {staged.version} is staged. The weight store holds it completely, and the engines copy and load it now."
         " GET /fleet shows when it is committed."
     )
-    return Answer(200, message, {"state": "staged", "update": staged.id, "version": str(staged.version), "epoch": fleet.epoch})
+    details = {"update": staged.id, "version": str(staged.version), "digest": staged.digest, "epoch": fleet.epoch}
+    return Answer(200, message, {"state": "staged", **details})
 
 
 # --- STAGE -----------------------------------------------------------------------------------------------------------
@@ -135,6 +136,7 @@ async def _complete(fleet: Fleet, update: Update, staged: StagedUpdate) -> Answe
         return await fail_update(fleet, UpdateReason.STORE_FAILED, f"the weight store could not complete the version: {why}")
     staged.new_names += fleet.weights.announced.add(sent_tensors(update))
     staged.version, staged.digest, staged.bytes, update.bytes = version, copy.digest, copy.bytes, copy.bytes
+    staged.transferred = copy.transferred
     update.boots = {name: boot for name in members if (boot := fleet.boot(name)) is not None}
     return None
 
@@ -280,6 +282,7 @@ async def _finish(fleet: Fleet, update: Update, staged: StagedUpdate) -> Answer:
     synced = await _open_gates(fleet, [name for name in loaded if name not in staged.running], keeps_pause=enough)
     fleet.transaction.last = summarize_update(fleet, version, outcome, update, describe_dropped(dropped), engines=loaded)
     particulars = {**commit_particulars(fleet, version, synced), "outcome": outcome.value, "state": "committed", "update": staged.id}
+    particulars["digest"] = staged.digest
     if unflushed := [name for name in staged.unflushed if name in loaded]:
         particulars["cache_not_flushed"] = unflushed
     if waiting:

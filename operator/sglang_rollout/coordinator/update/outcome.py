@@ -357,6 +357,7 @@ def summarize_update(
         version=version, outcome=outcome, message=message[:MAX_REASON_CHARACTERS], finished=fleet.finished(), phases_ms=fleet.phases_ms(),
         engines=list(engines), author=update.author, bytes=update.bytes, reason=update.reason,
         signed_by=update.signed.key if update.signed is not None else "", update=update.staged.id if update.staged is not None else "",
+        transferred=update.staged.transferred if update.staged is not None else None,
     )  # fmt: skip
 
 

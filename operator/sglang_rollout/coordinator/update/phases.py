@@ -123,6 +123,8 @@ class StagedUpdate:
     """True if a trainer uploads the version; False if it comes through process groups."""
     bytes: int = 0
     """Bytes that had arrived at the last poll of the store."""
+    transferred: int | None = None
+    """Bytes that the trainer sent; None until the version is complete."""
     version: Version | None = None
     """What the update becomes, once the store has the complete version; None before."""
     digest: str = ""

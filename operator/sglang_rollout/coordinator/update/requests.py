@@ -129,6 +129,8 @@ class Upload:
     """The version that the update becomes, signed by the trainer."""
     source: str = ""
     """ID of the update whose version the weight store brings again; empty: the trainer sends the pieces."""
+    base: str = ""
+    """Digest of the committed version from which pieces may come as differences; empty: all come whole."""
 
 
 @dataclass(frozen=True)

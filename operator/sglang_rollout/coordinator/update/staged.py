@@ -35,7 +35,7 @@ from sglang_rollout.coordinator.update.store import STORE
 from sglang_rollout.coordinator.update.transaction import find_group, live_members, refuse_stale_group
 from sglang_rollout.coordinator.update.verify import announced_names, read_model_tensors
 from sglang_rollout.wire.ports import AGENT_STAGE, FLEET_UPDATES, STORE_OPEN, STORE_RECEIVE
-from sglang_rollout.wire.reasons import RefusedError
+from sglang_rollout.wire.reasons import Refusal, RefusalCode, RefusedError
 from sglang_rollout.wire.record import EndedUpdate, UpdateOutcome, UpdateReason
 from sglang_rollout.wire.signed import SignedVersion
 from sglang_rollout.wire.staged import PIECE_BYTES, Shard, StoreOpenRequest, StoreReceiveRequest
@@ -64,6 +64,7 @@ async def _open_update(
     signed: SignedVersion | None = None,
     shards: Iterable[Shard] = (),
     source: str = "",
+    base: str = "",
 ) -> StagedUpdate:
     """Open an update at the weight store, and let the agents copy while its tensors arrive. Raises RefusedError if the store refuses."""
     refuse_unsigned(fleet, signed)
@@ -75,10 +76,12 @@ async def _open_update(
     fleet.transaction.update = OpenUpdate({}, fleet.now, label, fleet.caller, trainer_session=trainer_session, signed=signed, staged=staged)
     try:
         body = StoreOpenRequest(
-            update=staged.id, ticket="", size_limit=size_limit(fleet), shards=listed, source=source, keep=kept_updates(fleet)
+            update=staged.id, ticket="", size_limit=size_limit(fleet), shards=listed, source=source, keep=kept_updates(fleet), base=base
         )
         sent = {STORE: body.model_dump(mode="json")}
         result = (await send(STORE_OPEN, sent, fleet.policy.deadlines.pause_seconds, idempotent=True))[STORE]
+        if result.code is RefusalCode.BASE_MISSING:
+            raise RefusedError(Refusal(result.code, result.message), fleet=fleet.advice())
         if not result.ok:
             why = result.message.rstrip(".")
             raise RefusedError(f"The weight store did not open the update: {why}. Nothing has changed.", status=503, fleet=fleet.advice())
@@ -133,6 +136,7 @@ async def check_upload(fleet: Fleet, ask: Upload) -> SignedVersion | None:
     refuse_asleep(fleet)
     require_store(fleet)
     refuse_large(count_bytes(ask.shards), size_limit(fleet))
+    _refuse_other_base(fleet, ask.base)
     for name in list(fleet.members())[:1]:
         model = await read_model_tensors(fleet, name)
         # A pod that cannot read the model leaves the decision to the engines.
@@ -142,16 +146,28 @@ async def check_upload(fleet: Fleet, ask: Upload) -> SignedVersion | None:
     return await check_begin(fleet, Begin(signed=ask.signed))
 
 
+def _refuse_other_base(fleet: Fleet, base: str) -> None:
+    """Raise RefusedError unless the pods can have the version from which an upload differs. The weight store checks whether it has it."""
+    committed = fleet.weights.staged
+    if base and (committed is None or committed.digest != base):
+        found = f"has the digest {committed.digest[:12]}…" if committed is not None else "did not come through the weight store"
+        message = (
+            f"The upload differs from a version with the digest {base[:12]}…, but the committed version {found}. Upload all pieces whole."
+        )
+        raise RefusedError(Refusal(RefusalCode.BASE_MISSING, message), fleet=fleet.advice())
+
+
 async def open_upload(fleet: Fleet, ask: Upload, signed: SignedVersion | None = None) -> Answer:
     """Open an update whose version the trainer uploads. The answer has no ticket: the HTTP route adds it."""
     if signed is not None:
         refuse_other_version(fleet, signed)
     label = signed.label if signed is not None else ask.label or fleet.transaction.label
-    staged = await _open_update(fleet, label, signed=signed, shards=ask.shards, source=ask.source)
+    staged = await _open_update(fleet, label, signed=signed, shards=ask.shards, source=ask.source, base=ask.base)
     update = fleet.require_update()
     update.bytes = count_bytes(ask.shards)
     update.tensors[(STORE,)] = {tensor.name for shard in ask.shards for tensor in shard.tensors}
     details = {"update": staged.id, "piece_bytes": PIECE_BYTES, "expires_seconds": fleet.policy.deadlines.total_seconds}
+    details |= {"base": ask.base} if ask.base else {}
     before = "Wait until no piece is missing" if ask.source else "Upload the pieces"
     return Answer(200, f"{before}, then POST {FLEET_UPDATES}/{staged.id}/commit.", {**details, "version": str(fleet.target())})
 
@@ -183,6 +199,8 @@ def _answer_ended(fleet: Fleet, update: str) -> Answer:
         raise RefusedError(f"Update {update} was given up: {ended.message or ended.outcome}", status=409)
     details: dict[str, object] = {"update": update, "version": str(ended.version), "outcome": ended.outcome.value, "state": "committed"}
     details |= {"epoch": fleet.epoch, "committed": ended.version.model_dump(mode="json")}
+    committed = fleet.weights.staged
+    details |= {"digest": committed.digest} if committed is not None and committed.update == update else {}
     if ended.reason is UpdateReason.TOO_FEW_ENGINES:
         return Answer(500, ended.message, {**details, "reason": ended.reason.value})
     return Answer(200, f"Success: {ended.message}" if ended.message else "Success", details)

@@ -20,6 +20,7 @@ from e2e.kube import eventually
 
 from sglang_rollout.staging.copies import MANIFEST, shard_file
 from sglang_rollout.wire.ports import (
+    BASE_HEADER,
     DIGEST_HEADER,
     FLEET_UPDATES,
     STORE_DROP,
@@ -169,8 +170,18 @@ class StoreProcess:
     def seal(self, update: str, step: int) -> Answer:
         return self.call(STORE_SEAL, {"update": update, "version": version(step)})
 
-    def put(self, update: str, place: tuple[int, int], data: bytes, *, ticket: str = UPLOAD_TICKET, digest: str | None = None) -> Answer:
+    def put(
+        self,
+        update: str,
+        place: tuple[int, int],
+        data: bytes,
+        *,
+        ticket: str = UPLOAD_TICKET,
+        digest: str | None = None,
+        base: str | None = None,
+    ) -> Answer:
         headers = {TICKET_HEADER: ticket, DIGEST_HEADER: digest or sha256(data).hexdigest()}
+        headers |= {} if base is None else {BASE_HEADER: base}
         url = f"{self.data_url}{FLEET_UPDATES}/{update}/pieces/{place[0]}/{place[1]}"
         reply = requests.put(url, data=data, headers=headers, timeout=60)
         return reply.status_code, reply.json()
