@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from sglang_rollout.trainer.calls import Deadline, Http
 from sglang_rollout.trainer.credentials import find_credentials
+from sglang_rollout.trainer.deltas import LastUpload
 from sglang_rollout.trainer.errors import NOTHING_SENT, FleetError, FleetUnreachable, FleetUntrusted, GroupFailed, PushFailed
 from sglang_rollout.trainer.generate import Sample, SamplingParams, generate
 from sglang_rollout.trainer.group_control import OPEN_SECONDS, GroupControl, GroupOptions
@@ -57,6 +58,7 @@ def connect(
     token_file: str | os.PathLike[str] | None = None,
     ca: str | os.PathLike[str] | None = None,
     signing_key: str | os.PathLike[str] | bytes | None = None,
+    delta: bool = False,
 ) -> Fleet:
     """Wait until the fleet can take weights, which needs at least one engine that is up. Return a handle on the fleet.
 
@@ -73,6 +75,8 @@ def connect(
             or else those of ``requests``.
         signing_key: Ed25519 private key in PEM (its file, or its bytes) with which pushes are signed (``security.signatures``).
             None: the file that the variable ``SGLANG_ROLLOUT_SIGNING_KEY`` names, or else pushes are not signed.
+        delta: True: keep the bytes of each upload in host memory (``weights.transport: Staged``), and let the next one send only what
+            has changed. The fleet holds exactly the same bytes as after a complete upload.
 
     Raises:
         FleetError: Both ``token`` and ``token_file`` are given, or the signing key cannot be used.
@@ -86,7 +90,7 @@ def connect(
     while True:
         try:
             http.get("/health", timeout=min(INFO_SECONDS, max(deadline.remaining, 1.0)))
-            return Fleet(http, snapshots=snapshots, signing_key=key)
+            return Fleet(http, snapshots=snapshots, signing_key=key, delta=delta)
         except FleetUntrusted:
             http.close()
             raise
@@ -115,8 +119,11 @@ def connect_engine(url: str) -> Fleet:
 class Fleet:
     """A handle on a rollout fleet. ``connect`` returns it. Close it, or use it in a ``with`` block, to close its process group."""
 
-    def __init__(self, http: Http, *, snapshots: Snapshots | None = None, signing_key: SigningKey | None = None) -> None:
+    def __init__(
+        self, http: Http, *, snapshots: Snapshots | None = None, signing_key: SigningKey | None = None, delta: bool = False
+    ) -> None:
         self._http = http
+        self._last_upload = LastUpload() if delta else None
         self._signing_key = signing_key
         self.snapshots = snapshots
         """Which pushes are also written to disk. May be set at any time."""
@@ -304,7 +311,9 @@ class Fleet:
         signed = self._sign(options)
         staging = self.snapshots.begin(wanted=snapshot) if self.snapshots and wait == "committed" else None
         sink = _tensor_sink(staging, copy_bytes)
-        upload = Upload(self._http, options, wait=wait, read_bytes=read_bytes, signed=signed, ranks=ranks, tensor_sink=sink)
+        upload = Upload(
+            self._http, options, wait=wait, read_bytes=read_bytes, signed=signed, ranks=ranks, tensor_sink=sink, last=self._last_upload
+        )
         upload.phases["group"] = (time.monotonic() - started) * 1000
         upload.run(source)
         document = self.document() if upload.state == "staged" else self._check_committed(options.version)
@@ -375,6 +384,8 @@ class Fleet:
         self.close_group()
         if self.snapshots is not None:
             self.snapshots.close()
+        if self._last_upload is not None:
+            self._last_upload.forget()
         self._http.close()
 
     def __enter__(self) -> Self:

@@ -67,7 +67,7 @@ class PushResult:
     world_size: int
     """Ranks of the process group, with the trainer; 1 for an upload."""
     bytes: int
-    """Bytes that were sent."""
+    """Bytes of all tensors."""
     buckets: int
     """Number of broadcasts; for an upload, of shards."""
     phases: dict[str, float] = field(default_factory=dict)
@@ -80,6 +80,8 @@ class PushResult:
     """The snapshot of this push, written in the background; None if this push is not written."""
     state: str = "committed"
     """``committed``; ``staged`` after a push that did not wait for the commit: the engines have not loaded the version yet."""
+    transferred: int | None = None
+    """Bytes that an upload has sent: fewer than ``bytes`` if it sent differences. None for a push through a process group."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,12 +26,14 @@ from pydantic import ValidationError
 
 from sglang_rollout.checkpoints.format import DTYPE_OF_TORCH
 from sglang_rollout.trainer.calls import Cancellation, Deadline, Http, run_in_background
+from sglang_rollout.trainer.deltas import LastUpload
 from sglang_rollout.trainer.errors import NOTHING_SENT, FleetError, FleetRefused, FleetUnreachable, FleetUntrusted, PushFailed
 from sglang_rollout.trainer.push import PushOptions, TensorSink, push_failure, read_fenced
 from sglang_rollout.trainer.ranks import Ranks, digest_bucket
 from sglang_rollout.trainer.tensors import Source, TensorSpec, full_tensor, plan_buckets
 from sglang_rollout.wire import Message
-from sglang_rollout.wire.ports import DIGEST_HEADER, FLEET_UPDATES, TICKET_HEADER
+from sglang_rollout.wire.ports import BASE_HEADER, DIGEST_HEADER, FLEET_UPDATES, TICKET_HEADER
+from sglang_rollout.wire.reasons import RefusalCode
 from sglang_rollout.wire.record import UpdateReason
 from sglang_rollout.wire.signed import SignedVersion
 from sglang_rollout.wire.staged import Shard, StagedTensor
@@ -165,6 +167,8 @@ class _Begun(Message):
     update: str
     ticket: str
     piece_bytes: int
+    base: str = ""
+    """Digest of the version from which the fleet takes differences; empty: it takes whole pieces only."""
 
 
 class Upload:
@@ -178,6 +182,7 @@ class Upload:
         signed: The version that the push becomes, signed; None: not signed.
         ranks: The trainer's ranks that gather together with this rank.
         tensor_sink: Receives every full tensor.
+        last: The upload before. With it, pieces are sent as differences where that is shorter. None: all pieces are sent whole.
     """
 
     def __init__(
@@ -190,6 +195,7 @@ class Upload:
         signed: SignedVersion | None = None,
         ranks: Ranks | None = None,
         tensor_sink: TensorSink | None = None,
+        last: LastUpload | None = None,
     ) -> None:
         self._http = http
         self._options = options
@@ -198,6 +204,11 @@ class Upload:
         self._signed = signed
         self._ranks = ranks
         self._tensor_sink = tensor_sink
+        self._last = last
+        self._sent: list[int] = []
+        """Bytes of each piece or difference that the fleet has taken."""
+        self._digest = ""
+        """Digest of the version, if the fleet has named it."""
         self._cancellation = Cancellation()
         self._has_committed = False
         """True if the fleet has committed the version and still reports a failure."""
@@ -219,11 +230,15 @@ class Upload:
         path = f"{FLEET_UPDATES}/{begun.update}"
         try:
             with self._timed("transfer"):
-                self._transfer(source, PieceCutter(sizes, begun.piece_bytes), path, begun.ticket)
+                self._transfer(source, PieceCutter(sizes, begun.piece_bytes), path, begun)
             self.bytes = sum(sizes)
             with self._timed("end"):
                 self._commit(path)
+            if self._last is not None:
+                self._last.finish(self._digest)
         except BaseException:  # also KeyboardInterrupt
+            if self._last is not None:
+                self._last.forget()
             if not self._has_committed:
                 self._abort(path)
             raise
@@ -235,6 +250,7 @@ class Upload:
             "epoch": epoch,
             "world_size": 1,
             "bytes": self.bytes,
+            "transferred": sum(self._sent),
             "buckets": self.shards,
             "phases": {name: round(ms, 1) for name, ms in self.phases.items()},
             "fenced": self.fenced,
@@ -242,7 +258,24 @@ class Upload:
         }
 
     def _begin(self, shards: list[Shard]) -> _Begun:
+        """Begin the upload, as a delta upload if the last one is known here and at the fleet."""
+        if self._last is None:
+            return self._open(shards, "")
+        base = self._last.find_base(shards)
+        try:
+            begun = self._open(shards, base)
+        except PushFailed as failure:
+            error = failure.__cause__
+            if not base or not isinstance(error, FleetRefused) or error.code != RefusalCode.BASE_MISSING:
+                raise
+            log.info("Version %s is uploaded completely: %s", self._options.version, error.reason)
+            begun = self._open(shards, "")
+        self._last.begin(shards, begun.base)
+        return begun
+
+    def _open(self, shards: list[Shard], base: str) -> _Begun:
         body: dict[str, Any] = {"shards": [shard.model_dump(mode="json") for shard in shards], "label": self._options.version}
+        body |= {"base": base} if base else {}
         if self._signed is not None:
             body["signed"] = self._signed.model_dump(mode="json")
         try:
@@ -254,8 +287,8 @@ class Upload:
         self.shards = len(shards)
         return begun
 
-    def _transfer(self, source: Source, cutter: PieceCutter, path: str, ticket: str) -> None:
-        senders = Senders(lambda piece: self._send(piece, path, ticket), self._cancellation)
+    def _transfer(self, source: Source, cutter: PieceCutter, path: str, begun: _Begun) -> None:
+        senders = Senders(lambda piece: self._send(piece, path, begun), self._cancellation)
         try:
             for data in self._read_tensors(source):
                 for piece in cutter.add(data):
@@ -290,19 +323,38 @@ class Upload:
             self._tensor_sink(spec, full)
         return self._read_bytes(full)
 
-    def _send(self, piece: PieceData, path: str, ticket: str) -> None:
-        """Send one piece. Repeat it after a lost connection, because a piece that arrives twice does no harm."""
+    def _send(self, piece: PieceData, path: str, begun: _Begun) -> None:
+        """Send one piece, or its difference."""
         data = piece.read()
-        headers = {TICKET_HEADER: ticket, DIGEST_HEADER: hashlib.sha256(data).hexdigest(), "Content-Type": "application/octet-stream"}
+        digest = hashlib.sha256(data).hexdigest()
+        headers = {TICKET_HEADER: begun.ticket, DIGEST_HEADER: digest, "Content-Type": "application/octet-stream"}
         target = f"{path}/pieces/{piece.shard}/{piece.piece}"
+        difference = self._last.replace((piece.shard, piece.piece), digest, data) if self._last is not None else None
+        try:
+            if difference is None or not self._put_difference(target, difference, {**headers, BASE_HEADER: begun.base}):
+                self._put(target, data, headers)
+        except FleetError as error:
+            raise push_failure("transfer", error, UNCHANGED) from error
+
+    def _put_difference(self, target: str, difference: bytes, headers: dict[str, str]) -> bool:
+        """Send a difference. Return False if the fleet cannot use it, and needs the whole piece."""
+        try:
+            self._put(target, difference, headers)
+        except FleetRefused as error:
+            if error.code not in (RefusalCode.BASE_MISSING, RefusalCode.INVALID_REQUEST):
+                raise
+            log.info("A piece is sent whole: %s", error.reason)
+            return False
+        return True
+
+    def _put(self, target: str, data: bytes | memoryview, headers: dict[str, str]) -> None:
+        """Send bytes. Repeat that after a lost connection, because a piece that arrives twice does no harm."""
 
         def put(seconds: float) -> dict[str, Any]:
             return self._http.put(target, data, headers=headers, timeout=min(seconds, PIECE_SECONDS), cancellation=self._cancellation)
 
-        try:
-            self._repeat(put, Deadline(self._options.timeout))
-        except FleetError as error:
-            raise push_failure("transfer", error, UNCHANGED) from error
+        self._repeat(put, Deadline(self._options.timeout))
+        self._sent.append(len(data))
 
     def _commit(self, path: str) -> None:
         body: dict[str, Any] = {"wait": self._wait}
@@ -330,7 +382,8 @@ class Upload:
 
     def _has_ended(self, reply: dict[str, Any]) -> bool:
         fleet = reply.get("fleet")
-        self.state = str(fleet.get("state", "committed")) if isinstance(fleet, dict) else "committed"
+        details = fleet if isinstance(fleet, dict) else {}
+        self.state, self._digest = str(details.get("state", "committed")), str(details.get("digest", ""))
         return self.state == "committed" or self._wait == "staged"
 
     def _repeat(self, call: Callable[[float], dict[str, Any]], deadline: Deadline) -> dict[str, Any]:

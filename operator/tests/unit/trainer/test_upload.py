@@ -96,7 +96,8 @@ def test_an_upload_announces_all_tensors_sends_pieces_and_commits(willing: FakeF
     )
     assert deletions(willing) == 0
     assert made.result(epoch=4) | {"phases": None} == {
-        "version": "7", "epoch": 4, "world_size": 1, "bytes": 41, "buckets": 2, "phases": None, "fenced": {}, "state": "committed",
+        "version": "7", "epoch": 4, "world_size": 1, "bytes": 41, "transferred": 41, "buckets": 2, "phases": None, "fenced": {},
+        "state": "committed",
     }  # fmt: skip
     assert set(made.phases) == {"begin", "prepare", "transfer", "end"}
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from sglang_rollout.wire.ports import DIGEST_HEADER, TICKET_HEADER
+from sglang_rollout.wire.ports import BASE_HEADER, DIGEST_HEADER, TICKET_HEADER
 
 Reply = tuple[int, Any] | tuple[int, Any, dict[str, str]]
 """Status, JSON body and, optionally, headers."""
@@ -41,7 +41,8 @@ class FakeFleet:
     """Use in a ``with`` block. ``replies[path]`` is a reply, a function of the body, or a list of them used up in
     order.
 
-    The body of a PUT is given as ``{"data", "ticket", "digest"}``; ``replies["PUT"]`` answers a path without replies.
+    The body of a PUT is given as ``{"data", "ticket", "digest"}``, and ``base`` if it is a difference; ``replies["PUT"]`` answers a path
+    without replies.
     """
 
     def __init__(self) -> None:
@@ -68,6 +69,7 @@ class FakeFleet:
                 fleet.authorizations.append(self.headers.get("Authorization"))
                 if self.command == "PUT":
                     body = {"data": sent, "ticket": self.headers[TICKET_HEADER], "digest": self.headers[DIGEST_HEADER]}
+                    body |= {"base": self.headers[BASE_HEADER]} if BASE_HEADER in self.headers else {}
                 else:
                     body = json.loads(sent or b"{}")
                 status, reply, *headers = fleet.answer(self.path, body, self.command)
