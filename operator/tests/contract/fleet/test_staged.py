@@ -50,9 +50,9 @@ class Uploader:
 
 
 @contextmanager
-def uploader(lab: Fleet) -> Iterator[Uploader]:
+def uploader(lab: Fleet, *options: str) -> Iterator[Uploader]:
     path = os.pathsep.join([str(OPERATOR), os.environ.get("PYTHONPATH", "")])
-    command = [str(environment.python(make=False)), str(TRAINERS / "upload_on_request.py"), lab.url, str(environment.model())]
+    command = [str(environment.python(make=False)), str(TRAINERS / "upload_on_request.py"), lab.url, str(environment.model()), *options]
     with (lab.folder / "uploader.log").open("ab") as log:
         process = start_child(
             command, env=os.environ | {"PYTHONPATH": path}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
