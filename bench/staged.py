@@ -1,6 +1,6 @@
 """Measure transport Staged against transport Distributed, and against what the machine can do, in pairs of the same run.
 
-    python -m bench.staged [push-2] [push-4] [fanout] [rejoin] [memory] [tokens] [--pairs 10] [--smoke] [--paused-sleep]
+    python -m bench.staged [push-2] [push-4] [fanout] [rejoin] [memory] [tokens] [delta] [--pairs 10] [--smoke] [--paused-sleep]
 
 push-2, push-4   Two fleets side by side, each with 2 or 4 real engines and a model of 197 MB: one Distributed, one Staged. Each round
                  pushes each way once, in an order that alternates. The baselines of a round are Distributed with the same number of
@@ -15,6 +15,8 @@ memory           Resident memory of the weight store and of the agents during pu
                  (the volume's pages). The baseline is the same process before the pushes, and the agent of a Distributed fleet.
 tokens           Tokens that clients receive from two real engines in a minute with one upload, against a minute without, with
                  activation AllAtOnce (aim 0.9) and Rolling (aim 0.95), and the processor time of staging.
+delta            Two fleets with two stand-ins each get the same tensors of 197 MB, of which 0.1, 1 and 10 % of the elements have changed.
+                 One gets complete uploads, the other one delta uploads. Bytes, times, and the ratios to the complete upload of a round.
 
 ``--smoke`` runs each row with few pairs of small models, to see that it works: its figures mean nothing, and no file is written.
 """
@@ -33,7 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench import staged_fanout, staged_memory, staged_rejoin, staged_tokens
+from bench import staged_delta, staged_fanout, staged_memory, staged_rejoin, staged_tokens
 from bench.common import RESULTS, machine, save
 from bench.fleets import LOADER_ARGS, LocalFleet, engine_parts, engine_python, loader_path, local_fleet, real_engines
 from bench.push import LARGE, listed, medians, quartiles
@@ -207,6 +209,12 @@ def measure_tokens(settings: Settings) -> dict[str, Any]:
     return staged_tokens.measure(model=model, size_limit=SIZE_LIMIT, pairs=settings.pairs, seconds=15.0 if settings.smoke else 60.0)
 
 
+def measure_delta(settings: Settings) -> dict[str, Any]:
+    """Measure delta uploads."""
+    model = environment.model() if settings.smoke else environment.model(*LARGE)
+    return staged_delta.measure(model=model, size_limit=SIZE_LIMIT, pairs=settings.pairs)
+
+
 ROWS: dict[str, tuple[Callable[[Settings], dict[str, Any]], Callable[[dict[str, Any]], None]]] = {
     "push-2": (lambda settings: measure_push(2, settings), show_push),
     "push-4": (lambda settings: measure_push(4, settings), show_push),
@@ -214,8 +222,9 @@ ROWS: dict[str, tuple[Callable[[Settings], dict[str, Any]], Callable[[dict[str, 
     "rejoin": (measure_rejoin, staged_rejoin.show),
     "memory": (measure_memory, staged_memory.show),
     "tokens": (measure_tokens, staged_tokens.show),
+    "delta": (measure_delta, staged_delta.show),
 }
-DEFAULT_PAIRS = {"push-2": 20, "push-4": 12, "fanout": 5, "rejoin": 5, "memory": 3, "tokens": 3}
+DEFAULT_PAIRS = {"push-2": 20, "push-4": 12, "fanout": 5, "rejoin": 5, "memory": 3, "tokens": 3, "delta": 5}
 
 
 def main() -> int:
