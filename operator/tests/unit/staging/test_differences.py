@@ -6,8 +6,10 @@ import struct
 import tracemalloc
 import zlib
 from contextlib import suppress
+from typing import Any
 
 import pytest
+from e2e.pages import read_blocks
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -69,6 +71,17 @@ def test_a_difference_that_saves_little_is_not_made() -> None:
 
 NEW = change(BASE, {5: 1, 70_000: 2, len(BASE) - 1: 3})
 GOOD = encode(BASE, NEW) or b""
+
+
+def test_the_difference_of_the_page_is_applied() -> None:
+    """The function in docs/reference/http-api.md, for trainers without the client."""
+    test = "test_differences.py::test_the_difference_of_the_page_is_applied"
+    (block,) = (block for block in read_blocks() if block.words.get("covered", "").endswith(test))
+    page: dict[str, Any] = {}
+    exec(compile(block.text, str(block), "exec"), page)
+    for new in (NEW, BASE):
+        assert apply(BASE, page["difference"](BASE, new)) == new
+    assert page["difference"](BASE, BASE) == b""
 
 
 @given(st.integers(0, len(GOOD) - 1), st.integers(1, 255))
