@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 from urllib.parse import urlsplit
 from weakref import WeakSet
@@ -33,6 +34,8 @@ R = TypeVar("R")
 
 CONNECT_SECONDS = 5.0
 """A TCP connection inside a cluster either opens within a few milliseconds or hangs on a dropped packet."""
+PART_BYTES = 256 << 10
+"""Bytes that a connection gets at a time."""
 
 
 class Deadline:
@@ -74,7 +77,7 @@ def run_in_background(function: Callable[P, R], *args: P.args, **kwargs: P.kwarg
 class Http:
     """A client of one base URL, safe to use from many threads at once."""
 
-    def __init__(self, url: str, credentials: Credentials | None = None) -> None:
+    def __init__(self, url: str, credentials: Credentials | None = None, *, retries: int = 3) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise FleetError(f"{url!r} is not the URL of a fleet. A fleet's URL looks like http://demo-router:30000.")
@@ -82,23 +85,31 @@ class Http:
         self.host: str = parts.hostname
         self.port: int = parts.port or (443 if parts.scheme == "https" else 80)
         self._credentials = credentials or Credentials()
+        self._retries = retries
         self._lock = threading.Lock()
         self._sessions: list[CancellableSession] = []
         self._idle: list[CancellableSession] = []
 
-    def get(self, path: str, *, timeout: float) -> dict[str, Any]:
+    def without_retries(self) -> Http:
+        """Return a client of the same URL that makes each call once."""
+        return Http(self.url, self._credentials, retries=0)
+
+    def get(self, path: str, *, timeout: float, headers: Mapping[str, str] | None = None) -> dict[str, Any]:
         """Return the JSON object at ``path``. Retry connection errors and 502 to 504, because a GET changes nothing."""
-        return self._checked_reply(path, self.send("GET", path, None, timeout=timeout))
+        return self._checked_reply(path, self.send("GET", path, None, timeout=timeout, headers=headers))
 
     def post(self, path: str, body: dict[str, Any], *, timeout: float) -> dict[str, Any]:
         """POST a control call and check its reply: the HTTP status, and ``success`` if the reply has it. Never retry."""
         return self._checked_reply(path, self.send("POST", path, body, timeout=timeout))
 
     def put(
-        self, path: str, data: bytes | memoryview, *, headers: Mapping[str, str], timeout: float, cancellation: Cancellation | None = None
+        self, path: str, data: memoryview, *, headers: Mapping[str, str], timeout: float, cancellation: Cancellation | None = None
     ) -> dict[str, Any]:
-        """PUT bytes and check the reply as ``post`` does. Never retry."""
-        reply = self.send("PUT", path, None, timeout=timeout, cancellation=cancellation, data=data, headers=headers)
+        """PUT bytes and check the reply as ``post`` does. Never retry.
+
+        A slow connection may take as long as it needs: ``timeout`` is that of each part of the bytes, and of the answer.
+        """
+        reply = self.send("PUT", path, None, timeout=timeout, cancellation=cancellation, data=_Parts(data), headers=headers)
         return self._checked_reply(path, reply)
 
     def delete(self, path: str, *, timeout: float) -> dict[str, Any]:
@@ -113,7 +124,7 @@ class Http:
         *,
         timeout: float,
         cancellation: Cancellation | None = None,
-        data: bytes | memoryview | None = None,
+        data: _Parts | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> requests.Response:
         """Make one HTTP call and return its response, whatever the status is.
@@ -122,7 +133,7 @@ class Http:
             method: ``GET``, ``POST``, ``PUT`` or ``DELETE``.
             path: Path, with the query.
             body: JSON object to send.
-            timeout: Seconds until the answer begins.
+            timeout: Seconds until the answer begins, and until the other side takes the next part of ``data``.
             cancellation: Switch that ends the call.
             data: Bytes to send in place of ``body``.
             headers: Headers beside the credentials.
@@ -132,12 +143,12 @@ class Http:
             FleetUntrusted: The certificate of the URL was not accepted.
             FleetError: The file of the token cannot be read.
         """
-        # Also the timeout of sending the body on a new connection, so it must allow for many bytes.
+        # Also the timeout of sending each part of the data on a new connection.
         connect = timeout if data is not None else min(CONNECT_SECONDS, timeout)
         try:
             with self._session() as session, cancellation.attach(session) if cancellation else nullcontext():
                 sent = {**(headers or {}), **self._credentials.headers()}
-                payload: Any = data  # requests sends any buffer
+                payload: Any = data  # requests sends whatever has a length and yields buffers
                 return session.request(method, self.url + path, json=body, data=payload, headers=sent, timeout=(connect, timeout))
         except requests.exceptions.Timeout as error:
             raise FleetUnreachable(f"{self.url}{path} did not answer within {timeout:.0f} s.") from error
@@ -175,7 +186,8 @@ class Http:
 
     def _new_session(self) -> CancellableSession:
         retry = Retry(
-            total=3,
+            total=self._retries,
+            read=None if self._retries else False,  # False: a timeout is raised as it is
             backoff_factor=0.2,
             status_forcelist=(502, 503, 504),
             allowed_methods=("GET",),
@@ -296,6 +308,19 @@ class Cancellation:
             with self._lock:
                 self._sessions.discard(session)
                 session.reset()
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """Bytes that are sent part by part, because a socket's timeout is that of all bytes that it gets at once."""
+
+    data: memoryview
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __iter__(self) -> Iterator[memoryview]:
+        return (self.data[start : start + PART_BYTES] for start in range(0, len(self.data), PART_BYTES))
 
 
 class _TrackingAdapter(HTTPAdapter):

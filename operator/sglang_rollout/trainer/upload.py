@@ -30,6 +30,7 @@ from sglang_rollout.trainer.deltas import LastUpload
 from sglang_rollout.trainer.errors import NOTHING_SENT, FleetError, FleetRefused, FleetUnreachable, FleetUntrusted, PushFailed
 from sglang_rollout.trainer.push import PushOptions, TensorSink, push_failure, read_fenced
 from sglang_rollout.trainer.ranks import Ranks, digest_bucket
+from sglang_rollout.trainer.store_watch import StoreWatch
 from sglang_rollout.trainer.tensors import Source, TensorSpec, full_tensor, plan_buckets
 from sglang_rollout.wire import Message
 from sglang_rollout.wire.ports import BASE_HEADER, DIGEST_HEADER, FLEET_UPDATES, TICKET_HEADER
@@ -46,8 +47,8 @@ SHARD_BYTES = 512 << 20
 """Bytes of a shard; a larger tensor gets a shard of its own."""
 SENDING_THREADS = 4
 """Pieces that are sent at a time."""
-PIECE_SECONDS = 60.0
-"""Timeout of one attempt to send a piece."""
+STALLED_SECONDS = 60.0
+"""Time in which the fleet must take a further part of a piece, or answer."""
 FIRST_PAUSE_SECONDS = 0.2
 """Pause before a call is repeated; it doubles each time."""
 LONGEST_PAUSE_SECONDS = 5.0
@@ -111,11 +112,13 @@ class Senders:
     Args:
         send: Sends one piece, and repeats it after an error that may pass.
         cancellation: Ends the calls that ``send`` makes.
+        check: Called now and then while the caller waits. Raises if the pieces will never arrive.
     """
 
-    def __init__(self, send: Callable[[PieceData], None], cancellation: Cancellation) -> None:
+    def __init__(self, send: Callable[[PieceData], None], cancellation: Cancellation, check: Callable[[], None]) -> None:
         self._send = send
         self._cancellation = cancellation
+        self._check = check
         self._queue: Queue[PieceData | None] = Queue(SENDING_THREADS)
         self._failure: BaseException | None = None
         self._threads = [run_in_background(self._work) for _ in range(SENDING_THREADS)]
@@ -127,6 +130,7 @@ class Senders:
             try:
                 self._queue.put(piece, timeout=FIRST_PAUSE_SECONDS)
             except Full:
+                self._check()
                 continue
             return
 
@@ -137,6 +141,7 @@ class Senders:
         while not all(thread.done() for thread in self._threads):
             wait_for(self._threads, timeout=1.0, return_when=FIRST_EXCEPTION)
             self._raise_failure()
+            self._check()
         self._raise_failure()
 
     def cancel(self) -> None:
@@ -169,6 +174,8 @@ class _Begun(Message):
     piece_bytes: int
     base: str = ""
     """Digest of the version from which the fleet takes differences; empty: it takes whole pieces only."""
+    store: str = ""
+    """Name of the weight store. Empty: the coordinator is of an earlier release."""
 
 
 class Upload:
@@ -288,7 +295,20 @@ class Upload:
         return begun
 
     def _transfer(self, source: Source, cutter: PieceCutter, path: str, begun: _Begun) -> None:
-        senders = Senders(lambda piece: self._send(piece, path, begun), self._cancellation)
+        questions, headers = self._http.without_retries(), {TICKET_HEADER: begun.ticket}
+        watch = StoreWatch(begun.store, lambda seconds: questions.get(path, headers=headers, timeout=seconds))
+
+        def send(piece: PieceData) -> None:
+            self._send(piece, path, begun)
+            watch.note_piece()
+
+        def check() -> None:
+            try:
+                watch.check()
+            except FleetError as error:
+                raise push_failure("transfer", error, UNCHANGED) from error
+
+        senders = Senders(send, self._cancellation, check)
         try:
             for data in self._read_tensors(source):
                 for piece in cutter.add(data):
@@ -297,6 +317,8 @@ class Upload:
         except BaseException:
             senders.cancel()
             raise
+        finally:
+            questions.close()
 
     def _read_tensors(self, source: Source) -> Iterator[memoryview]:
         """Yield the bytes of each tensor. A bucket is gathered at once, because the trainer's other ranks wait in its collectives."""
@@ -351,7 +373,7 @@ class Upload:
         """Send bytes. Repeat that after a lost connection, because a piece that arrives twice does no harm."""
 
         def put(seconds: float) -> dict[str, Any]:
-            return self._http.put(target, data, headers=headers, timeout=min(seconds, PIECE_SECONDS), cancellation=self._cancellation)
+            return self._http.put(target, data, headers=headers, timeout=min(seconds, STALLED_SECONDS), cancellation=self._cancellation)
 
         self._repeat(put, Deadline(self._options.timeout))
         self._sent.append(len(data))

@@ -166,7 +166,10 @@ async def open_upload(fleet: Fleet, ask: Upload, signed: SignedVersion | None = 
     update = fleet.require_update()
     update.bytes = count_bytes(ask.shards)
     update.tensors[(STORE,)] = {tensor.name for shard in ask.shards for tensor in shard.tensors}
-    details = {"update": staged.id, "piece_bytes": PIECE_BYTES, "expires_seconds": fleet.policy.deadlines.total_seconds}
+    details = {
+        "update": staged.id, "piece_bytes": PIECE_BYTES, "expires_seconds": fleet.policy.deadlines.total_seconds,
+        "store": fleet.store.wanted.name if fleet.store is not None else "",
+    }  # fmt: skip
     details |= {"base": ask.base} if ask.base else {}
     before = "Wait until no piece is missing" if ask.source else "Upload the pieces"
     return Answer(200, f"{before}, then POST {FLEET_UPDATES}/{staged.id}/commit.", {**details, "version": str(fleet.target())})

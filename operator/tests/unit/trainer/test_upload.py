@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import sha256
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from sglang_rollout.trainer import PushFailed, upload
+from sglang_rollout.trainer import PushFailed, store_watch, upload
 from sglang_rollout.trainer.calls import Http
 from sglang_rollout.trainer.push import ALREADY_COMMITTED, PushOptions
 from sglang_rollout.trainer.tensors import Source
@@ -138,6 +139,77 @@ def test_a_store_that_stays_away_fails_the_upload_at_the_deadline(willing: FakeF
     with pytest.raises(PushFailed, match=r"phase 'transfer': the weight store does not answer"):
         run(willing, timeout=0.1)
     assert deletions(willing) == 1
+
+
+def hang_pieces(fake: FakeFleet) -> threading.Event:
+    """Leave pieces unanswered until the event is set."""
+    release = threading.Event()
+
+    def hang(_: dict[str, Any]) -> Reply:
+        release.wait(60)
+        return GOOD
+
+    fake.replies |= {"PUT": hang, FLEET_UPDATES: (200, {"success": True, "message": "", "fleet": BEGUN | {"store": "demo-store"}})}
+    return release
+
+
+@pytest.mark.parametrize("answer", ["none", "502", "503", "504"])
+def test_a_store_that_hangs_ends_the_upload_and_is_named(willing: FakeFleet, monkeypatch: pytest.MonkeyPatch, answer: str) -> None:
+    """The attempts to send a piece have no deadline of their own here."""
+    monkeypatch.setattr(store_watch, "SILENT_SECONDS", 0.2)
+    release = hang_pieces(willing)
+
+    def ask(_: dict[str, Any]) -> Reply:
+        if answer == "none":
+            release.wait(60)
+        return (int(answer), {"error": {"message": "The weight store does not answer."}}) if answer != "none" else GOOD
+
+    willing.replies["GET"] = ask
+    del willing.replies[PATH]
+    willing.replies["DELETE"] = GOOD
+    with pytest.raises(
+        PushFailed, match=r"the weight store demo-store has taken no piece and answered no question for \d+ s\..*Push again"
+    ):
+        run(willing, timeout=600)
+    release.set()
+
+
+def test_a_slow_piece_is_no_failure_while_the_store_answers(willing: FakeFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_watch, "SILENT_SECONDS", 0.05)
+    release, asked = hang_pieces(willing), []
+
+    def ask(_: dict[str, Any]) -> Reply:
+        asked.append(True)
+        if len(asked) == 3:
+            release.set()
+        return (200, {"update": UPDATE, "bytes": 0, "missing": []})
+
+    willing.replies["GET"] = ask
+    del willing.replies[PATH]
+    assert run(willing, timeout=600).state == "committed"
+    assert len(asked) >= 3
+
+
+def test_an_upload_that_the_store_has_lost_ends_while_its_pieces_hang(willing: FakeFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_watch, "SILENT_SECONDS", 0.05)
+    release = hang_pieces(willing)
+    del willing.replies[PATH]
+    willing.replies |= {"GET": (404, {"success": False, "message": "the weight store has no such update"}), "DELETE": GOOD}
+    with pytest.raises(PushFailed, match=r"phase 'transfer': the weight store has no such update\."):
+        run(willing, timeout=600)
+    release.set()
+
+
+def test_a_slow_connection_may_take_longer_than_the_timeout_of_a_part(willing: FakeFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each pause of the reader is short, and all of them together are long. The kernel holds some MiB that the reader has not read."""
+    size, seconds = 48 << 20, 1.2
+    monkeypatch.setattr(upload, "STALLED_SECONDS", seconds)
+    willing.replies[FLEET_UPDATES] = (200, {"success": True, "message": "", "fleet": BEGUN | {"piece_bytes": size}})
+    willing.slow_read = lambda: time.sleep(seconds / 24)
+    began = time.monotonic()
+    run(willing, {"a": Tensor(bytes(size))})
+    assert time.monotonic() - began > seconds, "the reader was too fast to show anything"
+    assert willing.counts[f"{PATH}/pieces/0/0"] == 1
 
 
 def test_a_refused_begin_sends_nothing(willing: FakeFleet) -> None:

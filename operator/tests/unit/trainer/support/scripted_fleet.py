@@ -51,6 +51,8 @@ class FakeFleet:
         self.counts: dict[str, int] = defaultdict(int)
         self.connections = 0
         self.authorizations: list[str | None] = []
+        self.slow_read: Callable[[], None] | None = None
+        """Called before each MiB of a body is read."""
         self._lock = threading.Lock()
         fleet = self
 
@@ -64,8 +66,19 @@ class FakeFleet:
             def log_message(self, *_: object) -> None:
                 """Log nothing."""
 
+            def _read(self, size: int) -> bytes:
+                data = bytearray()
+                while len(data) < size:
+                    if fleet.slow_read is not None:
+                        fleet.slow_read()
+                    part = self.rfile.read(min(1 << 20, size - len(data)))
+                    if not part:
+                        break
+                    data += part
+                return bytes(data)
+
             def _answer(self) -> None:
-                sent = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                sent = self._read(int(self.headers.get("Content-Length") or 0))
                 fleet.authorizations.append(self.headers.get("Authorization"))
                 if self.command == "PUT":
                     body = {"data": sent, "ticket": self.headers[TICKET_HEADER], "digest": self.headers[DIGEST_HEADER]}
