@@ -21,9 +21,7 @@ PHASES = ("idle", "stage", "canary", "activate", "commit", "resume")
 BEFORE_ACTIVATION = ("idle", "stage", "canary")
 """Phases in which no fault may change what an engine serves."""
 SLOW_OUTCOME_WITHIN = 60.0
-"""Maximum seconds until the trainer learns the outcome if an engine hangs: its deadline, and that of the engines after it."""
-STOPPED_OUTCOME_WITHIN = 150.0
-"""Maximum seconds until a trainer learns that the weight store does not answer: a call of the trainer takes 60 s, and is repeated."""
+"""Maximum seconds until the trainer learns the outcome if a process hangs: its deadline, and that of the processes after it."""
 COPIED_WITHIN = 20.0
 """Maximum seconds until a pod has copied a piece, or has refused it."""
 WRONG_BYTES = "arrived with other bytes than announced"
@@ -255,7 +253,7 @@ FAULTS: dict[str, Fault] = {
             _part("store", signal.SIGSTOP),
             part="store",
             undo=lambda stack: send_signal(stack.pids("store"), signal.SIGCONT),
-            outcome_within=STOPPED_OUTCOME_WITHIN,
+            outcome_within=SLOW_OUTCOME_WITHIN,
         ),
         StagedFault("trainer killed", _trainer(signal.SIGKILL), kills_trainer=True),
         StagedFault("trainer stopped", _trainer(signal.SIGSTOP), kills_trainer=True),

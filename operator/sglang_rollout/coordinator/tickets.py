@@ -10,6 +10,7 @@ import hmac
 from collections.abc import Callable, Mapping
 
 from sglang_rollout.coordinator.update.requests import Body
+from sglang_rollout.coordinator.update.store import describe_peer
 from sglang_rollout.credentials import Credentials
 from sglang_rollout.wire.ports import AGENT_STAGE, STORE_FETCH, STORE_OPEN
 
@@ -41,8 +42,8 @@ def complete_body(path: str, body: Body, key: Credentials, data_url: DataUrl) ->
         uploads = {"upload_ticket": upload_ticket(key, body["update"])} if body["shards"] else {}
         return {**body, "ticket": read_ticket(key, body["update"]), **uploads}
     if path in (AGENT_STAGE, STORE_FETCH):
-        urls = [url for name in body["parents"] if (url := data_url(name)) is not None]
-        return {**body, "ticket": read_ticket(key, body["update"]), "parents": urls}
+        names = {url: describe_peer(name) for name in body["parents"] if (url := data_url(name)) is not None}
+        return {**body, "ticket": read_ticket(key, body["update"]), "parents": list(names), "names": names}
     return body
 
 

@@ -31,6 +31,19 @@ _MAX_ERROR_BYTES = 2**16
 """Bytes of a refusal that are read."""
 
 
+def describe_silence(seconds: float) -> str:
+    """Return that a parent has sent nothing, as a clause."""
+    return f"it has sent nothing for {seconds:g} s"
+
+
+def describe_unreachable(error: OSError | None) -> str:
+    """Return that no connection to a parent opens, as a clause. None: nothing answers. asyncio's text repeats the address."""
+    if error is None:
+        return "it cannot be reached (no answer)"
+    number = error.errno or 0  # that of a name that is not resolved is negative
+    return f"it cannot be reached ({os.strerror(number) if number > 0 else error})"
+
+
 class RefusedPieceError(Exception):
     """The parent has answered with another status than 200."""
 
@@ -152,9 +165,9 @@ class PieceReader:
                 else:
                     raise problem
         except TimeoutError:
-            raise BrokenAnswerError("it cannot be reached (no answer)") from None
+            raise BrokenAnswerError(describe_unreachable(None)) from None
         except OSError as error:
-            raise BrokenAnswerError(f"it cannot be reached ({error.strerror or error})") from error
+            raise BrokenAnswerError(describe_unreachable(error)) from error
         connected.settimeout(self._read_seconds)
         connection = HTTPConnection(self._host, self._port, timeout=self._read_seconds)
         connection.sock = connected
@@ -167,7 +180,7 @@ class PieceReader:
             connection.request("GET", path, headers={**self._headers, **asked})
             answer = connection.getresponse()
         except TimeoutError:
-            raise BrokenAnswerError("it has stopped sending") from None
+            raise BrokenAnswerError(describe_silence(self._read_seconds)) from None
         except (OSError, HTTPException) as error:
             raise _UnansweredError(f"the answer broke off ({type(error).__name__}: {error})") from error
         try:
@@ -177,7 +190,7 @@ class PieceReader:
                 return _receive_difference(answer, target, origin, version)
             return Received(_receive(answer, target))
         except TimeoutError:
-            raise BrokenAnswerError("it has stopped sending") from None
+            raise BrokenAnswerError(describe_silence(self._read_seconds)) from None
         except (OSError, HTTPException) as error:
             raise BrokenAnswerError(f"the answer broke off ({type(error).__name__}: {error})") from error
 

@@ -16,7 +16,15 @@ from pydantic import ValidationError
 
 from sglang_rollout.staging.copies import Copy
 from sglang_rollout.staging.index import Index, StagedError, StagedFault
-from sglang_rollout.staging.piece_reader import BrokenAnswerError, Origin, PieceReader, RefusedPieceError, Target
+from sglang_rollout.staging.piece_reader import (
+    BrokenAnswerError,
+    Origin,
+    PieceReader,
+    RefusedPieceError,
+    Target,
+    describe_silence,
+    describe_unreachable,
+)
 from sglang_rollout.wire.ports import STAGED, TICKET_HEADER
 from sglang_rollout.wire.reasons import RefusalCode, end_sentence, quote_value
 from sglang_rollout.wire.staged import IndexEntry, IndexReply, Piece, StageRequest, VersionEnd
@@ -25,14 +33,14 @@ log = logging.getLogger(__name__)
 
 PARALLEL_PIECES = 4
 """Pieces that are copied at a time."""
-POLL_SECONDS = 10.0
+POLL_SECONDS = 5.0
 """Time that a parent may wait for an entry before it answers."""
 PATIENCE_SECONDS = 2.0
 """Time for which a parent may not know the update: the coordinator tells all pods at once."""
 _PATIENCE_STEP_SECONDS = 0.1
 _CONNECT_SECONDS = 5.0
-_READ_SECONDS = 15.0
-"""Time without a byte after which a parent is given up."""
+_FIRST_SILENCE_SECONDS, _LAST_SILENCE_SECONDS = 5.0, 20.0
+"""Times without a byte after which a parent's turn ends: in the first round through the parents, and after rounds that brought no piece."""
 _FIRST_DELAY_SECONDS, _LAST_DELAY_SECONDS = 0.25, 5.0
 """Times between two rounds through the parents."""
 _MAX_REPLY_BYTES = 256 * 2**20
@@ -93,6 +101,7 @@ class _Pull:
         self._copy = copy
         self._base = base
         self._parents = [parent.rstrip("/") for parent in request.parents]
+        self._silence_seconds = _FIRST_SILENCE_SECONDS
         self._problems: dict[str, str] = {}
         self._wrong: set[str] = set()
 
@@ -115,7 +124,10 @@ class _Pull:
                 raise StagedError(
                     f"No parent gives the right bytes of update {self._copy.update}. {self._describe()}", StagedFault.WRONG_DIGEST
                 )
-            delay = _FIRST_DELAY_SECONDS if self._copy.index.bytes_arrived > before else min(2 * delay, _LAST_DELAY_SECONDS)
+            if self._copy.index.bytes_arrived > before:
+                delay, self._silence_seconds = _FIRST_DELAY_SECONDS, _FIRST_SILENCE_SECONDS
+            else:
+                delay, self._silence_seconds = min(2 * delay, _LAST_DELAY_SECONDS), min(2 * self._silence_seconds, _LAST_SILENCE_SECONDS)
             await asyncio.sleep(delay)
 
     def late(self) -> StagedError:
@@ -148,16 +160,21 @@ class _Pull:
 
     def _note(self, parent: str, problem: str) -> None:
         if self._problems.get(parent) != problem:
-            log.warning("Update %s cannot be copied from %s: %s", self._copy.update, parent, problem)
+            log.warning("Update %s cannot be copied from %s: %s", self._copy.update, self._name(parent), problem)
         self._problems[parent] = problem
 
     def _describe(self) -> str:
-        return " ".join(f"{parent}: {end_sentence(problem)}" for parent, problem in self._problems.items())
+        return " ".join(f"From {self._name(parent)}: {end_sentence(problem)}" for parent, problem in self._problems.items())
+
+    def _name(self, parent: str) -> str:
+        """Return the name of a parent with its address; the address alone if it has no name."""
+        name = self._request.names.get(parent)
+        return f"{name} ({parent})" if name else parent
 
     async def _copy_from(self, parent: str) -> VersionEnd:
         wanted: asyncio.Queue[Piece] = asyncio.Queue()
         reader = PieceReader(
-            parent, self._headers(), parallel=PARALLEL_PIECES, connect_seconds=_CONNECT_SECONDS, read_seconds=_READ_SECONDS
+            parent, self._headers(), parallel=PARALLEL_PIECES, connect_seconds=_CONNECT_SECONDS, read_seconds=self._silence_seconds
         )
         try:
             async with asyncio.TaskGroup() as group:
@@ -234,13 +251,13 @@ class _Pull:
 
     async def _ask_index(self, parent: str, position: int, wait: float) -> list[IndexEntry]:
         url, query = f"{parent}{STAGED}/{self._copy.update}/index", {"from": str(position), "wait": f"{wait:g}"}
-        limit = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS, sock_read=wait + _READ_SECONDS)
+        limit = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS, sock_read=wait + self._silence_seconds)
         try:
             async with self._session.get(url, params=query, headers=self._headers(), timeout=limit, allow_redirects=False) as answer:
                 await _check_status(answer)
                 reply = IndexReply.model_validate_json(await _read(answer))
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise _ParentError(_describe_failure(error)) from error
+            raise _ParentError(_describe_failure(error, wait + self._silence_seconds)) from error
         except ValidationError as error:
             raise _ParentError(f"its index is malformed: {str(error).splitlines()[0]}", is_wrong=True) from error
         return reply.entries
@@ -351,11 +368,13 @@ def _describe_refusal(path: str, status: int, code: str, message: str) -> str:
     return "it does not have the update" if _is_absent(status, code) else f"it answered {status} to GET {path}: {quote_value(message)}"
 
 
-def _describe_failure(error: Exception) -> str:
+def _describe_failure(error: Exception, seconds: float) -> str:
     if isinstance(error, aiohttp.ClientConnectorError):
-        return f"it cannot be reached ({error.os_error.strerror or error.os_error})"
+        return describe_unreachable(error.os_error)
+    if isinstance(error, aiohttp.ConnectionTimeoutError):
+        return describe_unreachable(None)
     if isinstance(error, TimeoutError):
-        return "it has stopped sending"
+        return describe_silence(seconds)
     return f"the answer broke off ({type(error).__name__}: {error})"
 
 

@@ -85,6 +85,8 @@ class StageRequest(Message):
     """The version; None while its label is not known."""
     parents: list[str]
     """URLs of the data ports to copy from, in this order. The last one is the store. Empty, for the store only: it loads its snapshot."""
+    names: dict[str, str] = Field(default_factory=dict)
+    """Name of each parent, by its URL, for messages: ``engine e0``, ``the weight store``."""
     ticket: str
     """Ticket that the parents demand."""
     keep: list[str] = Field(default_factory=list)

@@ -126,7 +126,7 @@ async def test_a_cancelled_pull_continues_from_another_parent(pods: list[Pod], t
 async def test_a_cancelled_pull_does_not_wait_for_a_silent_parent(
     pods: list[Pod], tmp_path: Path, data: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pulling, "_READ_SECONDS", 10 * SECONDS)
+    monkeypatch.setattr(pulling, "_FIRST_SILENCE_SECONDS", 10 * SECONDS)
     copy, asked = open_copy(tmp_path), asyncio.Event()
 
     async def stall(request: web.Request) -> web.StreamResponse:
@@ -244,7 +244,7 @@ async def test_a_parent_that_stops_sending_is_replaced(
         await asyncio.sleep(SECONDS)
         return response
 
-    monkeypatch.setattr(pulling, "_READ_SECONDS", 0.3)
+    monkeypatch.setattr(pulling, "_FIRST_SILENCE_SECONDS", 0.3)
     peer, store = pods
     end = peer.hold(SHARDS, data)
     store.hold(SHARDS, data)
@@ -252,6 +252,41 @@ async def test_a_parent_that_stops_sending_is_replaced(
     copy = open_copy(tmp_path)
     assert await pull_into(copy, stage_request(pods)) == end
     assert read_data(copy) == data
+
+
+async def test_a_parent_that_answers_nothing_is_replaced(
+    pods: list[Pod], tmp_path: Path, data: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel accepts connections for a stopped process."""
+
+    async def hang(_: web.Request, __: Handler) -> web.StreamResponse:
+        await asyncio.sleep(SECONDS)
+        return web.Response()
+
+    monkeypatch.setattr(pulling, "POLL_SECONDS", 0.1)
+    monkeypatch.setattr(pulling, "_FIRST_SILENCE_SECONDS", 0.2)
+    peer, store = pods
+    peer.fault = hang
+    end, copy = store.hold(SHARDS, data), open_copy(tmp_path)
+    assert await pull_into(copy, stage_request(pods)) == end
+    assert len(peer.asked) == 1
+
+
+async def test_the_only_parent_gets_more_time_in_each_round(
+    pods: list[Pod], tmp_path: Path, data: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A parent on a slow machine needs longer for its first byte than the first round allows."""
+
+    async def late(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if "/pieces/" in request.path:
+            await asyncio.sleep(0.5)
+        return await handler(request)
+
+    monkeypatch.setattr(pulling, "_FIRST_SILENCE_SECONDS", 0.2)
+    store = pods[1]
+    store.fault = late
+    end, copy = store.hold(SHARDS, data), open_copy(tmp_path)
+    assert await pull_into(copy, stage_request([store])) == end
 
 
 async def test_truncated_answers_never_count(pods: list[Pod], tmp_path: Path, data: list[bytes]) -> None:
@@ -421,10 +456,10 @@ async def test_the_deadline_names_what_is_missing(pods: list[Pod], tmp_path: Pat
     await peer.stop()
     store.copy.add_shard(SHARDS[0])
     add_piece(store, data, 0, 0)
-    with pytest.raises(
-        StagedError, match=r"not complete after 1 s: 1000 of 4031 announced bytes have arrived\. .*cannot be reached"
-    ) as caught:
-        await pull_into(open_copy(tmp_path), stage_request(pods, deadline=1))
+    request = stage_request(pods, deadline=1).model_copy(update={"names": {peer.url: "engine e0"}})
+    unreachable = rf"From engine e0 \({peer.url}\): it cannot be reached \(Connection refused\)\."
+    with pytest.raises(StagedError, match=rf"after 1 s: 1000 of 4031 announced bytes have arrived\. .*{unreachable}") as caught:
+        await pull_into(open_copy(tmp_path), request)
     assert caught.value.fault is StagedFault.LATE
 
 

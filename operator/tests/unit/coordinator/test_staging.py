@@ -94,6 +94,7 @@ def test_calls_get_tickets_and_the_addresses_of_peers() -> None:
     urls = {"e0": "http://10.0.0.1:30031", STORE: "http://store:30031"}
     body = complete_body(AGENT_STAGE, {"update": "1", "parents": ["gone", "e0", STORE], "ticket": ""}, KEY, urls.get)
     assert body["parents"] == ["http://10.0.0.1:30031", "http://store:30031"]
+    assert body["names"] == {"http://10.0.0.1:30031": "engine e0", "http://store:30031": "the weight store"}
     assert body["ticket"] == read_ticket(KEY, "1")
     group = complete_body(STORE_OPEN, {"update": "1", "ticket": "", "upload_ticket": "", "shards": []}, KEY, urls.get)
     assert (group["ticket"], group["upload_ticket"]) == (read_ticket(KEY, "1"), "")
