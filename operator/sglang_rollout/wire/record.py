@@ -233,6 +233,8 @@ class Record(Message):
     """Newest version of a failed update that an engine may hold. Its step is never used for other weights."""
     under_way: Version | None = None
     """Version of the open update; None: no update was open. If it commits while the store is down, only the engines know."""
+    under_way_since: str = ""
+    """When this update was opened (RFC 3339); empty: no update was open, or an earlier release wrote the record."""
     under_way_signed: SignedVersion | None = None
     """That version as its trainer signed it; None: it was not signed."""
     next_run: int = 0

@@ -60,13 +60,14 @@ def find_stranded_pods(fleet: FleetView, engine: EngineView, now: str) -> list[P
     """
     if not now or not is_partly_placed(fleet, engine) or any(pod.is_terminating for pod in engine.pods):
         return []
-    since = [_seconds_since(pod.status.get("startTime"), now) if pod.node else _age_seconds(pod, now) for pod in engine.pods]
+    since = [seconds_since(pod.status.get("startTime"), now) if pod.node else _age_seconds(pod, now) for pod in engine.pods]
     return [pod for pod in engine.pods if pod.node] if min(since) >= WAITING_FOR_ROOM_SECONDS else []
 
 
 def _age_seconds(pod: Pod, now: str) -> float:
-    return _seconds_since(pod.created, now)
+    return seconds_since(pod.created, now)
 
 
-def _seconds_since(time: str | None, now: str) -> float:
+def seconds_since(time: str | None, now: str) -> float:
+    """Return the seconds between two times (RFC 3339); 0 if the first one is missing."""
     return (datetime.fromisoformat(now) - datetime.fromisoformat(time or now)).total_seconds()

@@ -15,7 +15,7 @@ from sglang_rollout.controller.decide.drift import find_difference, stamp
 from sglang_rollout.controller.decide.elastic import count_base_group_members, is_held_for_base, is_partly_placed
 from sglang_rollout.controller.decide.pods import count_designed_pods
 from sglang_rollout.controller.decide.rollout import Restart, plan_restarts
-from sglang_rollout.controller.decide.store import find_outdated_store, is_store_in_use
+from sglang_rollout.controller.decide.store import find_outdated_store, is_store_protected, is_update_young
 from sglang_rollout.controller.decide.view import FleetView
 from sglang_rollout.controller.render import names, render_all
 from sglang_rollout.controller.render.common import Settings
@@ -92,7 +92,7 @@ def make_plan(fleet: FleetView, settings: Settings, now: str = "", allowed: Allo
     rollout = fleet.rollout
     if rollout is None or fleet.is_being_deleted:
         return Plan()
-    wanted = [stamp(rendered) for rendered in _render_creatable(fleet, settings, new_key)]
+    wanted = [stamp(rendered) for rendered in _render_creatable(fleet, settings, now, new_key)]
     if refusal := find_refusal(rollout, wanted, allowed):
         return Plan(refusal=Failure(Reason.NOT_ALLOWED, refusal))
     if fleet.cluster.tls_problem and not fleet.serves_wanted_certificate:
@@ -104,6 +104,7 @@ def make_plan(fleet: FleetView, settings: Settings, now: str = "", allowed: Allo
     replaced = [Delete("v1", "Pod", store.name, store.uid, "outdated, and not in use")] if store else []
     lacks_something = any(is_partly_placed(fleet, engine) or engine.lacks_pods for engine in fleet.existing)
     waits = waits or lacks_something or bool(fleet.cluster.gang_problem or fleet.cluster.queue_problem or fleet.cluster.tls_problem)
+    waits = waits or is_update_young(fleet, now)
     requeue = SETTLE_SECONDS if blocked else WAIT_SECONDS if waits else None
     return Plan((*applies, *_plan_prunes(fleet, wanted), *replaced, *(_delete(restart) for restart in restarts)), requeue)
 
@@ -125,7 +126,7 @@ def find_ownership_conflict(live: Object, wanted: Object) -> str:
     )
 
 
-def _render_creatable(fleet: FleetView, settings: Settings, new_key: str | None) -> list[Object]:
+def _render_creatable(fleet: FleetView, settings: Settings, now: str, new_key: str | None) -> list[Object]:
     """Return the children that can be created now: the cluster knows their kind, and the engine's turn has come.
 
     The status reports children that cannot be created. They do not block the other children.
@@ -142,7 +143,7 @@ def _render_creatable(fleet: FleetView, settings: Settings, new_key: str | None)
         gates=fleet.gate_ports,
         avoided=fleet.avoided_nodes,
         members=members,
-        is_store_in_use=is_store_in_use(fleet),
+        is_store_protected=is_store_protected(fleet, now),
     )
     held = {engine.name for engine in fleet.wanted if is_held_for_base(fleet, engine)}
     refused = {POD_GROUPS.kind} if fleet.cluster.gang_problem else set()

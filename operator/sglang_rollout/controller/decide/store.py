@@ -2,16 +2,40 @@
 
 from __future__ import annotations
 
+from sglang_rollout.controller.decide.elastic import seconds_since
 from sglang_rollout.controller.decide.pods import Pod, TroubleKind
 from sglang_rollout.controller.decide.view import FleetView
 from sglang_rollout.controller.render import names
 from sglang_rollout.wire.reasons import end_sentence
+
+YOUNG_SECONDS = 10
+"""Age of an update from which on a drain waits for its end."""
 
 
 def is_store_in_use(fleet: FleetView) -> bool:
     """Return True if the loss of the store's pod would fail an update: a process group is open, or an update."""
     record = fleet.record
     return record is not None and (bool(record.joined) or record.under_way is not None)
+
+
+def is_store_protected(fleet: FleetView, now: str) -> bool:
+    """Return True if a drain must wait for the store's pod: a process group is open, or an update that is no longer young.
+
+    A young update is sent again quickly, and most updates end young. So most updates do not write the budget.
+
+    Args:
+        fleet: The view of the rollout.
+        now: Time (RFC 3339). Without it, every open update counts.
+    """
+    return is_store_in_use(fleet) and not is_update_young(fleet, now)
+
+
+def is_update_young(fleet: FleetView, now: str) -> bool:
+    """Return True if an update is open that was opened less than ``YOUNG_SECONDS`` ago, and no process group."""
+    record = fleet.record
+    if record is None or record.joined or record.under_way is None or not (now and record.under_way_since):
+        return False
+    return seconds_since(record.under_way_since, now) < YOUNG_SECONDS
 
 
 def find_outdated_store(fleet: FleetView, unapplied: set[str]) -> Pod | None:

@@ -26,7 +26,7 @@ def render_all(
     gates: Mapping[str, int] | None = None,
     avoided: Sequence[str] = (),
     members: int | None = None,
-    is_store_in_use: bool = False,
+    is_store_protected: bool = False,
 ) -> list[dict[str, Any]]:
     """Return every child object of a rollout. Objects that other objects need come first.
 
@@ -37,7 +37,7 @@ def render_all(
         gates: Ports of existing gates, by engine. Other gates are where the spec puts them.
         avoided: Nodes that engines keep off.
         members: Present number of pods in the PodGroup of the base. None: the number that the spec asks for.
-        is_store_in_use: True while the loss of the weight store would fail an update of the trainer.
+        is_store_protected: True if a drain must wait for the weight store.
     """
     return [
         *rbac(rollout),
@@ -47,7 +47,7 @@ def render_all(
         weights(rollout),
         *network_policies(rollout),
         *services(rollout),
-        *store_objects(rollout, settings, is_in_use=is_store_in_use),
+        *store_objects(rollout, settings, is_protected=is_store_protected),
         router_deployment(rollout, settings),
         *prefetch(rollout, settings),
         *pod_groups(rollout, members),

@@ -46,18 +46,18 @@ _START = f'export PYTHONPATH="{names.PACKAGE_DIR}${{PYTHONPATH:+:$PYTHONPATH}}";
 """Start of the store. The image may have folders of its own in the variable."""
 
 
-def store_objects(rollout: SGLangRollout, settings: Settings, *, is_in_use: bool = False) -> list[Object]:
+def store_objects(rollout: SGLangRollout, settings: Settings, *, is_protected: bool = False) -> list[Object]:
     """Return the objects of the weight store; none with another transport.
 
     Args:
         rollout: The rollout.
         settings: Settings of the operator.
-        is_in_use: True while the loss of the store's pod would fail an update of the trainer.
+        is_protected: True if a drain must wait for the store's pod.
     """
     staging = staging_of(rollout)
     if staging is None:
         return []
-    return [_service(rollout), _disruption_budget(rollout, is_in_use=is_in_use), _statefulset(rollout, settings, staging)]
+    return [_service(rollout), _disruption_budget(rollout, is_protected=is_protected), _statefulset(rollout, settings, staging)]
 
 
 def _service(rollout: SGLangRollout) -> Object:
@@ -73,14 +73,14 @@ def _service(rollout: SGLangRollout) -> Object:
     return service
 
 
-def _disruption_budget(rollout: SGLangRollout, *, is_in_use: bool) -> Object:
-    """Return the budget, which holds up the drain of a node only while the store is in use.
+def _disruption_budget(rollout: SGLangRollout, *, is_protected: bool) -> Object:
+    """Return the budget, which holds up the drain of a node only while the loss of the pod would fail an update or end a process group.
 
     A budget that always kept the one pod would hold up every drain until a person deletes the pod.
     """
     budget = common.child(rollout, "policy/v1", "PodDisruptionBudget", names.store_name(rollout.name), names.COMPONENT_STORE)
     budget["spec"] = {
-        "minAvailable": 1 if is_in_use else 0,
+        "minAvailable": 1 if is_protected else 0,
         "unhealthyPodEvictionPolicy": "AlwaysAllow",
         "selector": {"matchLabels": names.selector(rollout.name, names.COMPONENT_STORE)},
     }

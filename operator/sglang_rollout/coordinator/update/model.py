@@ -287,8 +287,11 @@ class Fleet:
 
     def finished(self) -> str:
         """Return the wall-clock time of the newest event, RFC 3339 in UTC."""
-        moment = datetime.fromtimestamp(self.now + self.wall_offset, UTC)
-        return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        return self._wall_time(self.now)
+
+    def _wall_time(self, moment: float) -> str:
+        wall = datetime.fromtimestamp(moment + self.wall_offset, UTC)
+        return wall.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
     def sync_request(self, name: str | None = None) -> SyncRequest:
         """Return the message that agents receive about twice a second.
@@ -332,6 +335,7 @@ class Fleet:
             history=weights.history,
             reserved=weights.reserved,
             under_way=self.target() if self.update is not None else None,
+            under_way_since=self._wall_time(self.update.started) if self.update is not None else "",
             under_way_signed=self.update.signed if self.update is not None else None,
             next_run=weights.next_run,
             fleet_id=weights.fleet_id,

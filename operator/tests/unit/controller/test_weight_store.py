@@ -15,7 +15,7 @@ import sglang_rollout
 from sglang_rollout.api.intent import Intent
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.controller.decide.drift import stamp
-from sglang_rollout.controller.decide.plan import Delete, make_plan
+from sglang_rollout.controller.decide.plan import Apply, Delete, make_plan
 from sglang_rollout.controller.decide.prerequisites import Cluster
 from sglang_rollout.controller.decide.status import build_status
 from sglang_rollout.controller.decide.transitions import find_events
@@ -209,8 +209,8 @@ def fleet(pods: list[Object], written: Record | None, wanted: Object) -> FleetVi
     """Return a fleet in which every child is applied and seen by its controller."""
     seen = world(pods, written=written, custom=wanted)
     children = dict(seen.children)
-    in_use = written is not None and bool(written.joined or written.under_way)
-    for child in render_all(SGLangRollout.model_validate(wanted), SETTINGS, token="t0ken", is_store_in_use=in_use):
+    protected = written is not None and bool(written.joined or written.under_way)
+    for child in render_all(SGLangRollout.model_validate(wanted), SETTINGS, token="t0ken", is_store_protected=protected):
         key = (child["kind"], child["metadata"]["name"])
         live = {**seen.children[key], **stamp(child)}
         live["metadata"] = {**live["metadata"], "generation": 1, "uid": f"{key}"}
@@ -240,17 +240,26 @@ def test_an_outdated_store_is_replaced_while_it_is_not_in_use() -> None:
     assert deleted(fleet([*engines, broken], in_group(*rows), wanted)) == ["demo-store-0"]
 
 
+def budget(written: Record) -> tuple[list[int], bool]:
+    """Return ``minAvailable`` of the budgets that a plan writes, and whether the operator looks again later."""
+    seen = fleet([store_pod(staged())], record(), staged())
+    plan = make_plan(replace(seen, record=written), SETTINGS, NOW)
+    written_budgets = [one.object["spec"] for one in plan.actions if isinstance(one, Apply) and one.object["kind"] == "PodDisruptionBudget"]
+    return [spec["minAvailable"] for spec in written_budgets], plan.requeue_after is not None
+
+
 def test_the_budget_holds_up_drains_only_while_the_store_is_in_use() -> None:
-    wanted = SGLangRollout.model_validate(staged())
-    found = {
-        in_use: [one["spec"]["minAvailable"] for one in store_objects(wanted, SETTINGS, is_in_use=in_use) if "Budget" in one["kind"]]
-        for in_use in (True, False)
-    }
-    assert found == {True: [1], False: [0]}
-    seen = fleet([], in_group(), staged())
-    seen.children["PodDisruptionBudget", "demo-store"]["metadata"]["annotations"] = {}
-    (apply,) = (one for one in make_plan(seen, SETTINGS, NOW).actions if not isinstance(one, Delete))
-    assert apply.object["spec"]["minAvailable"] == 1
+    opened = record().model_copy(update={"under_way": V2})
+    assert budget(record()) == ([], False)
+    assert budget(in_group()) == ([1], False)
+    assert budget(opened.model_copy(update={"under_way_since": "2026-11-21T02:59:50.000Z"})) == ([1], False)
+    assert budget(opened) == ([1], False), "an earlier release of the coordinator does not write when the update was opened"
+
+
+def test_a_short_update_writes_no_budget() -> None:
+    young = record().model_copy(update={"under_way": V2, "under_way_since": "2026-11-21T02:59:51.000Z"})
+    assert budget(young) == ([], True)
+    assert budget(young.model_copy(update={"joined": in_group().joined})) == ([1], False)
 
 
 def test_another_transport_removes_the_objects_of_the_store() -> None:
