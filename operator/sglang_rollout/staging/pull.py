@@ -243,7 +243,9 @@ class _Pull:
         patient_until = asyncio.get_running_loop().time() + PATIENCE_SECONDS
         while True:
             try:
-                return await self._ask_index(parent, position, POLL_SECONDS)
+                # The first question does not wait for an entry, because a parent that hangs is noticed sooner so.
+                first = [] if position else await self._ask_index(parent, position, 0)
+                return first or await self._ask_index(parent, position, POLL_SECONDS)
             except _AbsentError as error:
                 if position or asyncio.get_running_loop().time() >= patient_until:
                     raise _ParentError(str(error)) from None

@@ -263,12 +263,12 @@ async def test_a_parent_that_answers_nothing_is_replaced(
         await asyncio.sleep(SECONDS)
         return web.Response()
 
-    monkeypatch.setattr(pulling, "POLL_SECONDS", 0.1)
+    monkeypatch.setattr(pulling, "POLL_SECONDS", 25.0)
     monkeypatch.setattr(pulling, "_FIRST_SILENCE_SECONDS", 0.2)
     peer, store = pods
     peer.fault = hang
     end, copy = store.hold(SHARDS, data), open_copy(tmp_path)
-    assert await pull_into(copy, stage_request(pods)) == end
+    assert await pull_into(copy, stage_request(pods, deadline=15)) == end
     assert len(peer.asked) == 1
 
 
