@@ -76,8 +76,8 @@ def _engine(number: int) -> Callable[[StagedStack], Strike]:
     return aim
 
 
-def _pod(part: str) -> Callable[[StagedStack], Strike]:
-    return lambda stack: aim_signal(part, stack.pids(part, stack.victim), signal.SIGKILL)
+def _pod(part: str, number: int = signal.SIGKILL) -> Callable[[StagedStack], Strike]:
+    return lambda stack: aim_signal(part, stack.pids(part, stack.victim), number)
 
 
 def _part(part: str, number: int = signal.SIGKILL) -> Callable[[StagedStack], Strike]:
@@ -270,6 +270,14 @@ FAULTS: dict[str, Fault] = {
             undo=StagedStack.repair,
             phases=("canary",),
             fails=True,
+        ),
+        StagedFault(
+            "agent stopped",
+            _pod("agent", signal.SIGSTOP),
+            part="agent",
+            undo=lambda stack: send_signal(stack.pids("agent", stack.victim), signal.SIGCONT),
+            in_pod=True,
+            outcome_within=SLOW_OUTCOME_WITHIN,
         ),
     )
 }
