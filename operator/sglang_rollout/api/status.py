@@ -261,7 +261,8 @@ class RolloutStatus(ApiModel):
     selector: str = Field(default="", max_length=512)
     """Label selector of the engine pods, for autoscalers."""
     conditions: list[Condition] = Field(default_factory=list, max_length=16, json_schema_extra=map_list("type"))
-    """`Ready`, `Available`, `Progressing`, `RouterReady`, `WeightsConsistent`, `WaitingForWeights`, `NetworkIsolated`, `Degraded`."""
+    """`Ready`, `Available`, `Progressing`, `RouterReady`, `StoreReady`, `WeightsConsistent`, `WaitingForWeights`, `NetworkIsolated`,
+    `Degraded`."""
     engines: list[EngineStatus] = Field(
         default_factory=list,
         max_length=MAX_ENGINE_ROWS,
@@ -304,6 +305,8 @@ class ConditionType(StrEnum):
     """The fleet does not match the spec yet."""
     ROUTER_READY = "RouterReady"
     """The router pod runs, so that the URL accepts weights and serves the discovery document."""
+    STORE_READY = "StoreReady"
+    """The weight store runs and has the committed version, if a version came through it. Only with `weights.transport: Staged`."""
     WEIGHTS_CONSISTENT = "WeightsConsistent"
     """All engines hold the committed version."""
     WAITING_FOR_WEIGHTS = "WaitingForWeights"
@@ -341,6 +344,8 @@ class Reason(StrEnum):
     """Nothing needs attention."""
     ROUTER_RUNNING = "RouterRunning"
     """The router pod runs."""
+    STORE_RUNNING = "StoreRunning"
+    """The weight store runs and has every version that it should have."""
     ALL_AT_COMMITTED = "AllAtCommitted"
     """Every engine that is up holds the committed version."""
     NOT_REPORTED = "NotReported"
@@ -386,6 +391,10 @@ class Reason(StrEnum):
     """The router pod does not run."""
     STORE_NOT_READY = "StoreNotReady"
     """The weight store does not run (`weights.transport: Staged`). The engines serve, and the fleet takes no new weights."""
+    STORE_CRASHED = "StoreCrashed"
+    """The process of the weight store ended repeatedly."""
+    STORE_LACKS_VERSION = "StoreLacksVersion"
+    """The weight store runs and lacks the committed version. Engines that restart copy it from other engines; pushes are taken."""
     SNAPSHOT_FAILED = "SnapshotFailed"
     """The weight store could not write its newest snapshot (`weights.store.snapshots`). The fleet serves and takes weights."""
     UPDATING = "Updating"
@@ -415,7 +424,7 @@ class Reason(StrEnum):
     ENGINES_FAILED = "EnginesFailed"
     """Engines failed repeatedly on a node."""
     UNSCHEDULABLE = "Unschedulable"
-    """No room on a node for the pod that downloads the model."""
+    """No node takes the pod that downloads the model, or the pod of the weight store."""
     DOWNLOAD_FAILED = "DownloadFailed"
     """The download of the model failed on a node."""
 

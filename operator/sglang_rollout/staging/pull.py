@@ -40,7 +40,7 @@ PATIENCE_SECONDS = 2.0
 _PATIENCE_STEP_SECONDS = 0.1
 _CONNECT_SECONDS = 5.0
 _FIRST_SILENCE_SECONDS, _LAST_SILENCE_SECONDS = 5.0, 20.0
-"""Times without a byte after which a parent's turn ends: in the first round through the parents, and after rounds that brought no piece."""
+"""Times without a byte after which a parent's turn ends: in the first round through the parents, and after rounds without a new piece."""
 _FIRST_DELAY_SECONDS, _LAST_DELAY_SECONDS = 0.25, 5.0
 """Times between two rounds through the parents."""
 _MAX_REPLY_BYTES = 256 * 2**20

@@ -208,6 +208,27 @@ class Isolation(Message):
     """Engines that accepted a forbidden connection. 0: the policies are enforced."""
 
 
+class StoreState(StrEnum):
+    """What the weight store has of the committed version."""
+
+    COMPLETE = "Complete"
+    """It has the committed version. Also if no version came through it, and while it makes room for the open update (``copies: 1``)."""
+    FETCHING = "Fetching"
+    """It copies the version from agents, or loads its snapshot."""
+    LACKING = "Lacking"
+    """It lacks the version, and does not fetch it now."""
+    AWAY = "Away"
+    """It does not answer the coordinator."""
+
+
+class StoreReport(Message):
+    """The weight store, as the coordinator sees it."""
+
+    state: StoreState
+    message: str = ""
+    """Why it lacks the version, as sentences; empty if nothing has failed."""
+
+
 class Record(Message):
     """State that the coordinator persists: ConfigMap ``<name>-weights``, key ``weights.json``. Only the coordinator writes it."""
 
@@ -270,6 +291,8 @@ class Record(Message):
     """True if the coordinator may not watch pods and namespaces of the cluster, although ``spec.security`` selects callers there."""
     snapshot_problem: str = ""
     """Why the weight store could not write its newest snapshot, as a sentence; empty if it wrote it, or writes none."""
+    store: StoreReport | None = None
+    """The weight store. None: there is none, the coordinator has not asked it yet, or an earlier release wrote the record."""
     holder: str = ""
     """Caller of the trainer that holds the fleet, or held it last; empty: not known. An open update belongs to this caller."""
 

@@ -18,7 +18,7 @@ from sglang_rollout.controller.decide.engine_status import (
 )
 from sglang_rollout.controller.decide.isolation import evaluate_isolation
 from sglang_rollout.controller.decide.plan import Failure
-from sglang_rollout.controller.decide.store import describe_store_problem, has_store_failed
+from sglang_rollout.controller.decide.store import describe_store_problem, evaluate_store, has_store_failed
 from sglang_rollout.controller.decide.view import FleetView
 from sglang_rollout.controller.render import names
 from sglang_rollout.wire.reasons import end_sentence
@@ -177,11 +177,13 @@ def describe_partial_commit(version: str, engines: int, reason: str) -> str:
 
 def evaluate_conditions(summary: FleetSummary) -> list[Finding]:
     """Return the status, reason and message of each condition."""
+    store = evaluate_store(summary.fleet)
     return [
         _ready(summary),
         _available(summary),
         _progressing(summary),
         _router_ready(summary),
+        *([store] if store else []),
         _weights_consistent(summary),
         _waiting_for_weights(summary),
         evaluate_isolation(summary.fleet),

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from sglang_rollout.api.status import ConditionType, Finding, Reason, Status
 from sglang_rollout.controller.decide.elastic import seconds_since
+from sglang_rollout.controller.decide.engine_status import format_version
 from sglang_rollout.controller.decide.pods import Pod, TroubleKind
 from sglang_rollout.controller.decide.view import FleetView
 from sglang_rollout.controller.render import names
 from sglang_rollout.wire.reasons import end_sentence
+from sglang_rollout.wire.record import Record, StoreState
 
+_REASONS = {
+    TroubleKind.IMAGE: Reason.IMAGE_PULL_FAILED,
+    TroubleKind.CREATE: Reason.CREATE_FAILED,
+    TroubleKind.CRASH: Reason.STORE_CRASHED,
+}
+"""Reasons of a pod that does not come up without help."""
 YOUNG_SECONDS = 10
 """Age of an update from which on a drain waits for its end."""
 
@@ -54,6 +63,45 @@ def find_outdated_store(fleet: FleetView, unapplied: set[str]) -> Pod | None:
     if names.store_name(fleet.name) in unapplied or pod.revision == wanted:
         return None
     return None if pod.is_ready and is_store_in_use(fleet) else pod
+
+
+def evaluate_store(fleet: FleetView) -> Finding | None:
+    """Return the finding of ``StoreReady``; None if the rollout has no weight store."""
+    if fleet.rollout is None or not fleet.rollout.spec.weights.is_staged:
+        return None
+    if problem := describe_store_problem(fleet):
+        return _finding("False", _find_reason(fleet), problem)
+    record = fleet.record
+    if record is None:
+        return _finding("Unknown", Reason.NOT_REPORTED, fleet.record_problem or "The coordinator has not reported yet.")
+    return _describe_report(record)
+
+
+def _describe_report(record: Record) -> Finding:
+    """Return the finding for a store whose pod is ready."""
+    state = record.store.state if record.store is not None else StoreState.COMPLETE
+    message = record.store.message if record.store is not None else ""
+    if state is StoreState.AWAY:
+        return _finding("False", Reason.STORE_NOT_READY, "The pod of the weight store is ready, but does not answer the coordinator.")
+    if state is StoreState.COMPLETE:
+        return _finding("True", Reason.STORE_RUNNING, "The weight store runs and has every version that it should have.")
+    lacks = f"The weight store lacks version {format_version(record.committed)}"
+    lacks = f"{lacks}, and is fetching it." if state is StoreState.FETCHING else f"{lacks}."
+    return _finding("False", Reason.STORE_LACKS_VERSION, f"{lacks} {message}".rstrip())
+
+
+def _find_reason(fleet: FleetView) -> Reason:
+    """Return why the store's pod is not ready."""
+    pod = fleet.store_pod
+    if pod is None:
+        return Reason.CREATE_FAILED if has_store_failed(fleet) else Reason.STORE_NOT_READY
+    if trouble := pod.find_trouble():
+        return _REASONS.get(trouble.kind, Reason.STORE_NOT_READY)
+    return Reason.UNSCHEDULABLE if pod.scheduler_message else Reason.STORE_NOT_READY
+
+
+def _finding(status: Status, reason: Reason, message: str) -> Finding:
+    return Finding(ConditionType.STORE_READY, status, reason, message)
 
 
 def describe_store_problem(fleet: FleetView) -> str:

@@ -21,7 +21,10 @@ _SPEC_STATE_MESSAGES: Mapping[str, str] = {
 every training step has such a sleep."""
 _RETURNS_BY_ITSELF = frozenset({EnginePhase.UPDATING, EnginePhase.PAUSED, EnginePhase.ASLEEP})
 """Phases of an engine that serves again without help."""
-_UNCHANGED_BY_STEPS = (ConditionType.PROGRESSING, ConditionType.ROUTER_READY, ConditionType.WAITING_FOR_WEIGHTS, ConditionType.DEGRADED)
+_UNCHANGED_BY_STEPS = (
+    *(ConditionType.PROGRESSING, ConditionType.ROUTER_READY, ConditionType.STORE_READY),
+    *(ConditionType.WAITING_FOR_WEIGHTS, ConditionType.DEGRADED),
+)
 """Conditions that a training step without incidents does not change."""
 _REPORTED_REASONS = frozenset(
     {

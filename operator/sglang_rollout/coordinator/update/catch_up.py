@@ -228,8 +228,8 @@ async def fill_store(fleet: Fleet, version: StagedVersion) -> Answer:
     pause = retry_pause(store.tries)
     store.tries, store.retry_at = store.tries + 1, fleet.now + pause
     source = "copy the committed version from the agents" if parents else "load the committed version from its snapshot"
-    store.note = f"it could not {source}: {result.message.rstrip('.')}. It tries again in {pause:.0f} s."
-    return Answer(500, f"the weight store: {store.note}")
+    store.note = f"The weight store could not {source}: {result.message.rstrip('.')}. It tries again in {pause:.0f} s."
+    return Answer(500, store.note)
 
 
 # --- from disk -------------------------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.phases import Phase
 from sglang_rollout.coordinator.update.requests import Answer, Request
 from sglang_rollout.coordinator.update.rolling import find_next_load, find_without_copy
-from sglang_rollout.coordinator.update.snapshots import find_unsent_commit, send_commit
+from sglang_rollout.coordinator.update.snapshots import find_unsent_commit, report_store, send_commit
 from sglang_rollout.coordinator.update.steps import COLLECTIVE, Operation, Results, Say, Step, Turn, turn
 from sglang_rollout.coordinator.update.trainer import Trainer, probe_stores, trainer_stores
 from sglang_rollout.coordinator.update.upkeep import Upkeep
@@ -245,7 +245,7 @@ class Machine:
                     running.waiting_for = effect
                     self._running[effect] = running
                     if isinstance(step, Write):
-                        step = replace(step, record=self._with_adapters(step.record))
+                        step = replace(step, record=self._complete(step.record))
                         self._saved = step.record
                     elif step.path in COLLECTIVE:
                         self._with_trainer.add(effect)
@@ -405,14 +405,15 @@ class Machine:
         record = self.fleet.record()
         if record is None:
             return
-        record = self._with_adapters(record)
+        record = self._complete(record)
         if record != self._saved:
             self._saved = record
             self._out.append(Save(record))
 
-    def _with_adapters(self, record: Record) -> Record:
-        """Complete a record with the adapters: every record that is persisted names them, also the record of a commit."""
-        return record.model_copy(update={"adapters": lora.rows(self.fleet, lora.MAX_REASONS_CHARACTERS)})
+    def _complete(self, record: Record) -> Record:
+        """Complete a record with adapters and weight store: every record that is persisted names them, also the record of a commit."""
+        adapters = lora.rows(self.fleet, lora.MAX_REASONS_CHARACTERS)
+        return record.model_copy(update={"adapters": adapters, "store": report_store(self.fleet)})
 
     def is_outranked(self, term: int) -> bool:
         """Return True if another coordinator leads and this one must end, because an agent has seen this term.

@@ -9,10 +9,11 @@ from __future__ import annotations
 from sglang_rollout.coordinator.update.engine import retry_pause
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.requests import Answer
-from sglang_rollout.coordinator.update.staging import holders
+from sglang_rollout.coordinator.update.staging import holders, kept_updates
 from sglang_rollout.coordinator.update.steps import send
 from sglang_rollout.coordinator.update.store import STORE
 from sglang_rollout.wire.ports import STORE_COMMIT
+from sglang_rollout.wire.record import StoreReport, StoreState
 from sglang_rollout.wire.staged import StoreCommitRequest
 from sglang_rollout.wire.states import StagedVersion
 
@@ -50,6 +51,19 @@ async def send_commit(fleet: Fleet, version: StagedVersion) -> Answer:
     store.commit_at = fleet.now + retry_pause(store.commit_tries)
     store.commit_tries += 1
     return Answer(500, f"the weight store does not know the committed version: {result.message or 'its answer names another one'}")
+
+
+def report_store(fleet: Fleet) -> StoreReport | None:
+    """Return what the weight store has of the committed version; None if there is no store, or if it was not asked yet."""
+    store, version = fleet.store, fleet.weights.staged
+    if not fleet.is_staged or store is None or store.is_new:
+        return None
+    if not store.is_up:
+        return StoreReport(state=StoreState.AWAY)
+    if version is None or store.holds(version) or version.update not in kept_updates(fleet):
+        return StoreReport(state=StoreState.COMPLETE)
+    state = StoreState.FETCHING if store.is_fetching else StoreState.LACKING
+    return StoreReport(state=state, message=why_lost(fleet) or store.note)
 
 
 def why_lost(fleet: Fleet) -> str:

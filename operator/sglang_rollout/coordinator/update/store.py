@@ -34,7 +34,7 @@ class Store:
     retry_at: float = 0.0
     """When it may try to copy again."""
     note: str = ""
-    """Why the last attempt to copy failed, as a sentence; empty if none did."""
+    """Why the last attempt to copy failed, as sentences; empty if none did."""
     is_sending_commit: bool = False
     """True while it is sent which version is committed."""
     commit_tries: int = 0
@@ -46,6 +46,11 @@ class Store:
     def instance(self) -> str | None:
         """Identifies the run of the store's process that was last seen."""
         return self.status.instance if self.status is not None else None
+
+    @property
+    def is_new(self) -> bool:
+        """True if it was asked less often than a store must be before it counts as away."""
+        return self.status is None and self.misses < 2 * MAX_MISSES
 
     @property
     def is_up(self) -> bool:

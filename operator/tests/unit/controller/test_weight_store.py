@@ -26,7 +26,7 @@ from sglang_rollout.controller.render.hashing import revision
 from sglang_rollout.controller.render.store import store_objects
 from sglang_rollout.kube.resources import find_mounted_secrets
 from sglang_rollout.wire.reasons import GateReason, Refusal
-from sglang_rollout.wire.record import EngineRow, GroupRow, Record
+from sglang_rollout.wire.record import EngineRow, GroupRow, Record, StoreReport, StoreState
 from sglang_rollout.wire.states import BASE, EngineState, Version
 from tests.unit.controller.support.worlds import (
     NOW,
@@ -375,6 +375,89 @@ def test_status_quotes_why_the_pod_of_the_store_cannot_be_created() -> None:
     seen = fleet([engine(0, wanted), engine(1, wanted)], record(row(0), row(1)), wanted)
     seen = replace(seen, cluster=Cluster(creation_errors={"demo-store": "exceeded quota"}))
     assert ready(seen)[2].endswith("The pod of StatefulSet demo-store cannot be created: exceeded quota.")
+
+
+def waiting(reason: str) -> Object:
+    return {"containerStatuses": [{"name": "store", "image": "x", "state": {"waiting": {"reason": reason, "message": "denied"}}}]}
+
+
+@pytest.mark.parametrize(
+    ("pod_status", "reason", "says"),
+    [
+        (None, "StoreNotReady", "It is starting."),
+        ({}, "StoreNotReady", "It is starting."),
+        (
+            {
+                "conditions": [
+                    {
+                        "type": "PodScheduled",
+                        "status": "False",
+                        "reason": "Unschedulable",
+                        "message": 'persistentvolumeclaim "weights" not found',
+                    }
+                ]
+            },
+            "Unschedulable",
+            'persistentvolumeclaim "weights" not found.',
+        ),
+        (waiting("ImagePullBackOff"), "ImagePullFailed", "image 'x' cannot be pulled (denied)."),
+        (waiting("CreateContainerConfigError"), "CreateFailed", "cannot be created: denied."),
+        (
+            {
+                "containerStatuses": [
+                    {
+                        "name": "store",
+                        "image": "x",
+                        "restartCount": 4,
+                        "state": {"waiting": {"reason": "CrashLoopBackOff"}},
+                        "lastState": {"terminated": {"exitCode": 1, "message": "OSError: no such volume"}},
+                    }
+                ]
+            },
+            "StoreCrashed",
+            "Pod demo-store-0: container store exited with code 1: OSError: no such volume (restarted 4 times).",
+        ),
+    ],
+    ids=["no pod", "starting", "claim", "image", "config", "crash"],
+)
+def test_store_ready_says_why_the_pod_is_not_ready(pod_status: Object | None, reason: str, says: str) -> None:
+    wanted = staged()
+    stores = [] if pod_status is None else [store_pod(wanted, up=False, status=pod_status)]
+    seen = fleet([engine(0, wanted), engine(1, wanted), *stores], record(row(0), row(1)), wanted)
+    found = condition(status_of(seen), "StoreReady")
+    assert (found["status"], found["reason"]) == ("False", reason)
+    assert says in found["message"]
+
+
+@pytest.mark.parametrize(
+    ("report", "status", "reason", "says"),
+    [
+        (None, "True", "StoreRunning", ""),
+        (StoreReport(state=StoreState.COMPLETE), "True", "StoreRunning", ""),
+        (StoreReport(state=StoreState.FETCHING), "False", "StoreLacksVersion", "lacks version step-1, and is fetching it."),
+        (
+            StoreReport(state=StoreState.LACKING, message="No pod has it: push again."),
+            *("False", "StoreLacksVersion", "lacks version step-1. No pod has it: push again."),
+        ),
+        (StoreReport(state=StoreState.AWAY), "False", "StoreNotReady", "does not answer the coordinator"),
+    ],
+    ids=["earlier release", "complete", "fetching", "lacking", "away"],
+)
+def test_store_ready_says_whether_the_store_has_the_version(report: StoreReport | None, status: str, reason: str, says: str) -> None:
+    wanted = staged()
+    written = record(row(0, V1), row(1, V1), committed=V1).model_copy(update={"store": report})
+    seen = fleet([engine(0, wanted), engine(1, wanted), store_pod(wanted)], written, wanted)
+    found = condition(status_of(seen), "StoreReady")
+    assert (found["status"], found["reason"]) == (status, reason)
+    assert says in found["message"]
+    assert ready(seen)[0] == "True", "the fleet serves, and takes a push"
+
+
+def test_store_ready_is_unknown_without_a_record_and_missing_with_another_transport() -> None:
+    wanted = staged()
+    unknown = condition(status_of(fleet([store_pod(wanted)], None, wanted)), "StoreReady")
+    assert (unknown["status"], unknown["reason"]) == ("Unknown", "NotReported")
+    assert "StoreReady" not in {one["type"] for one in status_of(world([], written=record()))["conditions"]}
 
 
 def test_a_snapshot_that_cannot_be_written_needs_attention_and_nothing_else_changes() -> None:
