@@ -222,13 +222,25 @@ def command(
 def _parse_weights(text: str, defaults: Mapping[str, Any], size_limit: str | None) -> Weights:
     """Parse ``--weights``. Further options (``defaults``, ``size_limit``) apply unless the text sets the same field."""
     try:
-        weights = Weights.model_validate_json(text)
+        weights = Weights.model_validate_json(_add_size_limit(text, size_limit))
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise click.BadParameter(f"{where + ': ' if where else ''}{first['msg']}", param_hint="--weights") from None
     weights = weights.model_copy(update={key: value for key, value in defaults.items() if key not in weights.model_fields_set})
     return _with_staging(weights, size_limit)
+
+
+def _add_size_limit(text: str, size_limit: str | None) -> str:
+    """Return the text of ``--weights`` with ``staging.sizeLimit``, if it has ``staging`` without the field that the spec demands."""
+    try:
+        values = json.loads(text)
+    except ValueError:
+        return text  # the check of the whole text says where it is wrong
+    staging = values.get("staging") if isinstance(values, dict) else None
+    if size_limit is None or not isinstance(staging, dict):
+        return text
+    return json.dumps({**values, "staging": {"sizeLimit": size_limit, **staging}})
 
 
 def _with_staging(weights: Weights, size_limit: str | None) -> Weights:

@@ -188,6 +188,8 @@ def test_options_of_transport_staged_that_do_not_fit_are_refused(tmp_path: Path)
         assert "--custom-weight-loader sglang_rollout_loader.load" in text
         disk = '{"catchUp": {"disk": "/d"}}'
         assert "needs no catchUp.disk" in refused(*line, "--transport", "Staged", *state, *limit, "--weights", disk)
+        one_copy = '{"staging": {"copies": 1}, "catchUp": {"disk": "/d"}}'
+        assert "needs no catchUp.disk" in refused(*line, "--transport", "Staged", *state, *limit, "--weights", one_copy)
         assert "belongs to --transport Staged" in refused(*line, "--activation", "Rolling")
         latest = '{"versionPolicy": "LatestOnly"}'
         in_turn = ("--transport", "Staged", *state, *limit, "--activation", "Rolling", "--weights", latest)
