@@ -373,7 +373,9 @@ class Upload:
         """Send bytes. Repeat that after a lost connection, because a piece that arrives twice does no harm."""
 
         def put(seconds: float) -> dict[str, Any]:
-            return self._http.put(target, data, headers=headers, timeout=min(seconds, STALLED_SECONDS), cancellation=self._cancellation)
+            return self._http.put(
+                target, memoryview(data), headers=headers, timeout=min(seconds, STALLED_SECONDS), cancellation=self._cancellation
+            )
 
         self._repeat(put, Deadline(self._options.timeout))
         self._sent.append(len(data))
