@@ -346,11 +346,19 @@ PUSHES = (
             ("trainer", (Span("closed", 150, 420, "blocked"), Span("box", 420, 840, 'free with wait="staged"'))),
             (
                 "first engine",
-                (Span("open", 150, 500, "generates: version n"), Span("closed", 500, 620, "paused"), Span("open", 620, 920, "generates: version n+1")),
+                (
+                    Span("open", 150, 500, "generates: version n"),
+                    Span("closed", 500, 620, "paused"),
+                    Span("open", 620, 920, "generates: version n+1"),
+                ),
             ),
             (
                 "other engines",
-                (Span("open", 150, 600, "generate: version n"), Span("closed", 600, 700, "paused"), Span("open", 700, 920, "generate: version n+1")),
+                (
+                    Span("open", 150, 600, "generate: version n"),
+                    Span("closed", 600, 700, "paused"),
+                    Span("open", 700, 920, "generate: version n+1"),
+                ),
             ),
         ),
         (("stage", 150), ("canary", 500), ("activate", 600), ("commit", 700), ("resume", 760)),
