@@ -117,10 +117,14 @@ STORE_VERIFY = "/store/verify"  # POST StoreVerifyRequest -> StoreVerifyReply; a
 STAGED = "/staged"  # GET {STAGED}/{update}/index?from=N&wait=S -> IndexReply; GET {STAGED}/{update}/pieces/{shard}/{piece} -> bytes
 FLEET_UPDATES = "/fleet/updates"
 # At the store: PUT {FLEET_UPDATES}/{update}/pieces/{shard}/{piece}; GET {FLEET_UPDATES}/{update} -> UploadStatus
+KERNELS = "/kernels"
+# At the store, with the credential of the kernels: GET and PUT {KERNELS}/{key}: an archive of compiled kernels (wire.kernels)
 TICKET_HEADER = "X-Rollout-Ticket"
 """Request header: the ticket of a version, for reading or for uploading it."""
 DIGEST_HEADER = "X-Rollout-Digest"
-"""Request header of an uploaded piece: the SHA-256 of its bytes, hexadecimal."""
+"""Header of an uploaded piece, or of an archive of compiled kernels: the SHA-256 of the bytes, hexadecimal."""
+FILES_HEADER = "X-Rollout-Files"
+"""Header of an archive of compiled kernels: the number of its files."""
 BASE_HEADER = "X-Rollout-Base"
 """Header with the digest of another version. Of a body: it is the difference from the same piece of that version. Of a GET request: the
 reader has that version, so the answer may be a difference.

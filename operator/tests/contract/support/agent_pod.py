@@ -89,6 +89,8 @@ class Pod:
     """Port of the agent for staged versions; None: the fleet has another transport."""
     pipeline: int = 1
     data: int = 1
+    options: tuple[str, ...] = ()
+    """Further options of the agent's command."""
 
     def __post_init__(self) -> None:
         (self.folder / "token").write_text(self.token)
@@ -102,7 +104,7 @@ class Pod:
             ],
             self.folder / "gate.log",
         )
-        more = ["--boot-file", str(self.boot_file)] if self.with_boot_file else []
+        more = [*self.options, *(["--boot-file", str(self.boot_file)] if self.with_boot_file else [])]
         more += ["--fleet-url", self.fleet_url] if self.fleet_url else []
         more += ["--takes-tensors"] if self.takes_tensors else []
         more += ["--public-keys", str(self.public_keys), "--rollout-uid", self.uid] if self.uid else []
@@ -249,6 +251,7 @@ async def run_pod(
     data_port: int | None = None,
     pipeline: int = 1,
     data: int = 1,
+    options: tuple[str, ...] = (),
 ) -> AsyncIterator[Pod]:
     """Run a pod for the length of the block."""
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True, limit=0)) as http:
@@ -266,6 +269,7 @@ async def run_pod(
             data_port=data_port,
             pipeline=pipeline,
             data=data,
+            options=options,
         )
         try:
             if start:
