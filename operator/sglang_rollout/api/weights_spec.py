@@ -304,6 +304,12 @@ def rules_of_transports() -> list[dict[str, str]]:
     staged = f"{transport} == 'Staged'"
     return [
         rule(
+            f"({staged}) || !has(self.engine.cache) || !self.engine.cache.shared",
+            "engine.cache.shared needs weights.transport Staged, because the weight store keeps the kernels. Set this transport, or use"
+            " engine.cache.hostPath or claim.",
+            field=".engine",
+        ),
+        rule(
             f"self.mode != 'Standalone' || self.engine.parallelism.data == 1 || {transport} in ['Disk', 'Staged']",
             "engine.parallelism.data above 1 needs weights.transport Staged or Disk: SGLang cannot then take weights over a process group."
             " Set one of them, or use more engines (replicas) instead of data.",
