@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -46,7 +47,9 @@ _FIRST_DELAY_SECONDS, _LAST_DELAY_SECONDS = 0.25, 5.0
 _MAX_REPLY_BYTES = 256 * 2**20
 
 
-async def pull(session: aiohttp.ClientSession, request: StageRequest, copy: Copy, base: Copy | None = None) -> VersionEnd:
+async def pull(
+    session: aiohttp.ClientSession, request: StageRequest, copy: Copy, base: Copy | None = None, *, patience: float = math.inf
+) -> VersionEnd:
     """Complete a copy, and return its end. A copy that is complete already is checked against ``request.digest``.
 
     Only one pull at a time may work on a copy. Another pull with other parents continues where this one was cancelled. After a failure
@@ -57,14 +60,15 @@ async def pull(session: aiohttp.ClientSession, request: StageRequest, copy: Copy
         request: What to copy, and from where.
         copy: The copy.
         base: A complete copy of another version: equal pieces come from it, and other pieces as differences if a parent has them.
+        patience: Seconds without a new byte after which the copy fails, when each parent has been asked.
 
     Raises:
-        StagedError: The deadline has passed, the version is too large, there is no space, every parent gives wrong bytes, or the copy
-            was deleted.
+        StagedError: The deadline or the patience has passed, the version is too large, there is no space, every parent gives wrong bytes,
+            or the copy was deleted.
     """
     if not request.parents:
         raise StagedError(f"Update {request.update} has no parent to copy from.")
-    work = _Pull(session, request, copy, base)
+    work = _Pull(session, request, copy, base, patience)
     copy.note_failure("")
     try:
         async with asyncio.timeout(request.deadline):
@@ -95,11 +99,14 @@ class _ContradictionError(Exception):
 
 
 class _Pull:
-    def __init__(self, session: aiohttp.ClientSession, request: StageRequest, copy: Copy, base: Copy | None) -> None:
+    def __init__(
+        self, session: aiohttp.ClientSession, request: StageRequest, copy: Copy, base: Copy | None, patience: float
+    ) -> None:
         self._session = session
         self._request = request
         self._copy = copy
         self._base = base
+        self._patience = patience
         self._parents = [parent.rstrip("/") for parent in request.parents]
         self._silence_seconds = _FIRST_SILENCE_SECONDS
         self._problems: dict[str, str] = {}
@@ -113,7 +120,8 @@ class _Pull:
                 return end
             log.warning("The copy of update %s does not have the demanded digest, so it is started again.", self._copy.update)
             await self._copy.reset()
-        delay = _FIRST_DELAY_SECONDS
+        clock = asyncio.get_running_loop().time
+        delay, newest = _FIRST_DELAY_SECONDS, clock()
         while True:
             before = self._copy.index.bytes_arrived
             for parent in [parent for parent in self._parents if parent not in self._wrong]:
@@ -125,7 +133,10 @@ class _Pull:
                     f"No parent gives the right bytes of update {self._copy.update}. {self._describe()}", StagedFault.WRONG_DIGEST
                 )
             if self._copy.index.bytes_arrived > before:
-                delay, self._silence_seconds = _FIRST_DELAY_SECONDS, _FIRST_SILENCE_SECONDS
+                delay, newest, self._silence_seconds = _FIRST_DELAY_SECONDS, clock(), _FIRST_SILENCE_SECONDS
+            elif clock() - newest >= self._patience:
+                message = f"No new byte of update {self._copy.update} has arrived for {clock() - newest:.0f} s. {self._describe()}"
+                raise StagedError(message, StagedFault.LATE)
             else:
                 delay, self._silence_seconds = min(2 * delay, _LAST_DELAY_SECONDS), min(2 * self._silence_seconds, _LAST_SILENCE_SECONDS)
             await asyncio.sleep(delay)

@@ -22,6 +22,11 @@ from sglang_rollout.wire.staged import StageRequest, VersionEnd
 log = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
+PATIENCE_SECONDS = 3.0
+"""Time without a new byte after which the agents are given up. They hold the whole version, so they have ended or cannot be reached.
+
+The coordinator then names the agents that hold the version now, or the snapshot.
+"""
 
 
 class Fetcher:
@@ -45,12 +50,12 @@ class Fetcher:
             snapshot: Where it is read; None: from the agents that the request names.
 
         Raises:
-            StagedError: No agent has the right bytes, the snapshot is damaged, the deadline has passed, or the version was dropped
-                meanwhile.
+            StagedError: No agent has the right bytes, no agent answers, the snapshot is damaged, the deadline has passed, or the version
+                was dropped meanwhile.
         """
         await self._cancel(request.update)
         copy = self._copies.open(request.update, request.ticket, request.size_limit)
-        work = pull(self._session, request, copy) if snapshot is None else _load(request, snapshot, copy)
+        work = _load(request, snapshot, copy) if snapshot else pull(self._session, request, copy, patience=PATIENCE_SECONDS)
         end = await self._run(request.update, work)
         log.info(
             "Update %s was copied from %s: %d bytes.", request.update, "the agents" if snapshot is None else snapshot.folder, end.bytes

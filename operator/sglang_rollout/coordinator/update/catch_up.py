@@ -211,7 +211,8 @@ def find_for_store(fleet: Fleet) -> StagedVersion | None:
 async def fill_store(fleet: Fleet, version: StagedVersion) -> Answer:
     """Copy the committed version into a weight store that lost it. The caller has marked the store ``is_fetching``.
 
-    Agents come first, because they hold it in memory. Every second attempt uses the snapshot, if there is one.
+    Agents come first, because they hold it in memory. Every second attempt uses the snapshot, if there is one, and follows at once: the
+    pods of engines and store may end together, and an agent that ends still reports its copy.
     """
     store, deadline = fleet.store, fleet.policy.deadlines.stage_seconds
     if store is None:
@@ -225,10 +226,12 @@ async def fill_store(fleet: Fleet, version: StagedVersion) -> Answer:
     if result.ok:
         store.tries, store.note = 0, ""
         return Answer(200, "The weight store holds the committed version again.")
-    pause = retry_pause(store.tries)
+    has_other = bool(parents) and store.has_snapshot(version)
+    pause = 0.0 if has_other else retry_pause(store.tries)
     store.tries, store.retry_at = store.tries + 1, fleet.now + pause
     source = "copy the committed version from the agents" if parents else "load the committed version from its snapshot"
-    store.note = f"The weight store could not {source}: {result.message.rstrip('.')}. It tries again in {pause:.0f} s."
+    following = "It loads the snapshot now" if has_other else f"It tries again in {pause:.0f} s"
+    store.note = f"The weight store could not {source}: {result.message.rstrip('.')}. {following}."
     return Answer(500, store.note)
 
 

@@ -60,10 +60,11 @@ def test_a_store_copies_the_version_from_a_pod_and_serves_it(holder: StoreProces
     ("changes", "expected", "message"),
     [
         ({"parents": [f"http://127.0.0.1:{free_port()}"], "deadline": 1}, (503, "Unavailable"), "is not complete after 1 s"),
+        ({"parents": [f"http://127.0.0.1:{free_port()}"], "deadline": 600}, (503, "Unavailable"), "No new byte of update"),
         ({"digest": "0" * 64}, (502, "UpstreamFailed"), "No parent gives the right bytes"),
         ({"size_limit": 1000}, (400, "InvalidRequest"), "more than the limit of 1000 bytes"),
     ],
-    ids=["no answer", "other bytes", "too large"],
+    ids=["no answer", "agents that have ended", "other bytes", "too large"],
 )
 def test_a_version_that_cannot_be_copied(
     holder: StoreProcess, held: str, upload_store: StoreProcess, changes: dict[str, Any], expected: tuple[int, str], message: str

@@ -11,7 +11,7 @@ from sglang_rollout.coordinator.update.catch_up import find_source
 from sglang_rollout.coordinator.update.events import Send
 from sglang_rollout.coordinator.update.snapshots import why_lost
 from sglang_rollout.coordinator.update.store import STORE
-from sglang_rollout.wire.ports import STORE_COMMIT, STORE_OPEN
+from sglang_rollout.wire.ports import STORE_COMMIT, STORE_FETCH, STORE_OPEN
 from tests.properties.coordinator.test_staged_updates import serves
 from tests.properties.support.simulated_agent import NAMES
 from tests.properties.support.staged_world import StagedWorld, shard_of
@@ -78,6 +78,21 @@ def test_a_fleet_whose_pods_all_ended_serves_its_version_again_without_a_push() 
     assert serves(world, "1/2")
     power_off(world)
     assert serves(world, "1/2")
+
+
+def test_a_store_that_cannot_copy_from_the_agents_loads_its_snapshot_at_once() -> None:
+    """As when the pods of engines and store are deleted together: an agent that ends still reports its copy."""
+    world = world_with_snapshots()
+    world.push("1")
+    world.settle()
+    world.store.restart()
+    world.store.peers = {}
+    world.settle()
+    parents = [send.bodies[STORE]["parents"] for send in world.sent if send.path == STORE_FETCH]
+    assert parents == [["e0", "e1"], []]
+    staged = world.machine.fleet.weights.staged
+    assert staged is not None
+    assert world.store.copies[staged.update].digest == staged.digest
 
 
 @pytest.mark.parametrize("damage", ["damaged", "missing"])
