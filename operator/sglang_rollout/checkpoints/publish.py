@@ -86,7 +86,15 @@ def describe_os_error(directory: Path, label: str, needed: int, error: OSError) 
                 f"The volume of {directory} is full: a snapshot takes {needed / 2**20:.0f} MiB, {free / 2**20:.0f} MiB are free. "
                 "Use a larger volume, or keep fewer snapshots (an old one is removed after the new one is written)."
             )
-    return f"The snapshot of {label} could not be written into {directory}: {error.strerror or error}."
+    return f"The snapshot of {label} could not be written into {directory}: {describe_refusal(error)}"
+
+
+def describe_refusal(error: OSError) -> str:
+    """Return what the volume answered, and what to do if its permissions are the cause, as sentences without a subject."""
+    if error.errno not in (errno.EACCES, errno.EPERM):
+        return f"{error.strerror or error}."
+    what = "give the volume another owner, or set fsGroup in the securityContext of the pod"
+    return f"{error.strerror}. User {os.getuid()} may not write there: {what}."
 
 
 def publish(directory: Path, name: str, *, keep: int, write: WriteFiles, describe: Describe) -> Snapshot:

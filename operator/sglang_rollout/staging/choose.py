@@ -31,10 +31,15 @@ def choose_version(name: str, versions: Mapping[str, Version | None]) -> str:
     found = [update for update, version in versions.items() if version is not None and name in (str(version), version.label)]
     if len(found) == 1:
         return found[0]
-    named = ", ".join(_describe(update, versions[update]) for update in list(found or versions)[:MAX_NAMED]) or "none"
+    newest = sorted(found or versions, key=lambda update: _order(versions[update]), reverse=True)[:MAX_NAMED]
+    named = ", ".join(_describe(update, versions[update]) for update in newest) or "none"
     if found:
         raise NoSuchVersionError(f"Several versions are called {quote_value(name)}: {named}. Name one by its run/step, or by its update.")
     raise NoSuchVersionError(f"There is no version {quote_value(name)} here. There are: {named}.")
+
+
+def _order(version: Version | None) -> tuple[int, int]:
+    return (version.run, version.step) if version is not None else (-1, -1)
 
 
 def _describe(update: str, version: Version | None) -> str:

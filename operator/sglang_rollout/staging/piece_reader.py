@@ -98,6 +98,7 @@ class PieceReader:
     """
 
     def __init__(self, parent: str, headers: Mapping[str, str], *, parallel: int, connect_seconds: float, read_seconds: float) -> None:
+        self.parent = parent
         parts = urlsplit(parent)
         self._host, self._port = parts.hostname or "", parts.port or 80
         self._headers = dict(headers)

@@ -111,6 +111,7 @@ class _Pull:
         self._silence_seconds = _FIRST_SILENCE_SECONDS
         self._problems: dict[str, str] = {}
         self._wrong: set[str] = set()
+        self._bytes_from: dict[str, int] = {}
 
     async def run(self) -> VersionEnd:
         """Ask the parents in order, again and again."""
@@ -127,6 +128,7 @@ class _Pull:
             for parent in [parent for parent in self._parents if parent not in self._wrong]:
                 copied = await self._try(parent)
                 if copied is not None:
+                    self._log_sources(copied)
                     return copied
             if self._wrong.issuperset(self._parents):
                 raise StagedError(
@@ -140,6 +142,10 @@ class _Pull:
             else:
                 delay, self._silence_seconds = min(2 * delay, _LAST_DELAY_SECONDS), min(2 * self._silence_seconds, _LAST_SILENCE_SECONDS)
             await asyncio.sleep(delay)
+
+    def _log_sources(self, copied: VersionEnd) -> None:
+        sources = ", ".join(f"{size} from {source}" for source, size in self._bytes_from.items())
+        log.info("The copy of update %s is complete: %d bytes (%s).", self._copy.update, copied.bytes, sources or "all were there")
 
     def late(self) -> StagedError:
         """Return the error of a copy that is not complete at the deadline."""
@@ -166,6 +172,7 @@ class _Pull:
             return None
         finally:
             _raise_if_cancelled()
+        self._bytes_from.clear()
         await self._copy.reset()
         return await self._try(parent)  # an empty copy contradicts no index
 
@@ -324,7 +331,9 @@ class _Pull:
             return received.digest
 
         try:
-            await self._copy.fill_piece(piece.shard, piece.piece, piece.digest, write)
+            if await self._copy.fill_piece(piece.shard, piece.piece, piece.digest, write):
+                size = self._copy.piece_location(piece.shard, piece.piece)[2]
+                self._bytes_from[reader.parent] = self._bytes_from.get(reader.parent, 0) + size
         except RefusedPieceError as error:
             raise _ParentError(_describe_refusal(url, error.status, error.code, str(error))) from None
         except BrokenAnswerError as error:

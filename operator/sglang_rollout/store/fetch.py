@@ -57,9 +57,8 @@ class Fetcher:
         copy = self._copies.open(request.update, request.ticket, request.size_limit)
         work = _load(request, snapshot, copy) if snapshot else pull(self._session, request, copy, patience=PATIENCE_SECONDS)
         end = await self._run(request.update, work)
-        log.info(
-            "Update %s was copied from %s: %d bytes.", request.update, "the agents" if snapshot is None else snapshot.folder, end.bytes
-        )
+        if snapshot is not None:
+            log.info("Update %s was copied from its snapshot %s: %d bytes.", request.update, snapshot.folder, end.bytes)
 
     async def load(self, copy: Copy, source: Copy, seconds: float) -> None:
         """Copy the shards and pieces of a snapshot into a version that has begun. The coordinator declares it complete.

@@ -16,7 +16,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from sglang_rollout.checkpoints import snapshots as files
-from sglang_rollout.checkpoints.publish import DirectoryInUseError, lock_directory, remove_leftovers
+from sglang_rollout.checkpoints.publish import DirectoryInUseError, describe_refusal, lock_directory, remove_leftovers
 from sglang_rollout.staging.copies import Copy
 from sglang_rollout.staging.index import StagedError
 from sglang_rollout.staging.snapshots import open_snapshot
@@ -229,7 +229,7 @@ class Snapshots:
         except DirectoryInUseError as error:
             log.warning("%s Its unfinished snapshots stay.", error)
         except OSError as error:
-            self._message = f"The directory {self._settings.directory} cannot be used for snapshots: {error.strerror or error}."
+            self._message = f"The directory {self._settings.directory} cannot be used for snapshots: {describe_refusal(error)}"
             log.warning("%s", self._message)
         await self._list()
 

@@ -177,7 +177,7 @@ class Activator:
             log.error("A defect in the %s.", task.get_name(), exc_info=error)
         else:
             spent = ", ".join(f"{step} {1000 * seconds:.0f} ms" for step, seconds in task.result().seconds.items())
-            log.info("The %s has ended: %s.", task.get_name(), spent)
+            log.info("The %s has ended: %s.", task.get_name(), spent or "the engine had loaded it before")
 
     async def _run(self, request: ActivateRequest, *, is_own: bool) -> ActivateReply:
         agent, record = self._agent, self._agent.state.record

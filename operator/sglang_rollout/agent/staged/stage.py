@@ -118,7 +118,7 @@ class Stager:
                 raise StagedError(f"The copy of update {request.update} is being loaded, and has another digest.", StagedFault.WRONG_DIGEST)
             work = pull(self._session, request, copy, base=self._copies.newest_besides(request.update))
             task = asyncio.create_task(work, name=f"copy of update {request.update}")
-            task.add_done_callback(_log_result)
+            task.add_done_callback(_log_failure)
             self._running[request.update] = _Copying(request, task)
             return copy, task
 
@@ -145,13 +145,11 @@ def _digest(copy: Copy) -> str:
     return copy.index.end.digest if copy.index.end is not None else ""
 
 
-def _log_result(task: asyncio.Task[VersionEnd]) -> None:
+def _log_failure(task: asyncio.Task[VersionEnd]) -> None:
     if task.cancelled():
         return
     error = task.exception()
-    if error is None:
-        log.info("The %s is complete: %d bytes.", task.get_name(), task.result().bytes)
-    elif isinstance(error, StagedError):
+    if isinstance(error, StagedError):
         log.warning("The %s failed: %s", task.get_name(), error)
-    else:
+    elif error is not None:
         log.error("A defect in the %s.", task.get_name(), exc_info=error)

@@ -259,7 +259,8 @@ def _all_serve(summary: FleetSummary) -> Finding:
     if summary.wanted and (problem := describe_store_problem(summary.fleet)):
         return Finding(kind, "False", Reason.STORE_NOT_READY, problem)
     if summary.wanted and not summary.away:
-        return Finding(kind, "True", Reason.ALL_SERVING, f"All {len(summary.wanted)} engines serve{summary.version_suffix}.")
+        all_serve = f"All {len(summary.wanted)} engines serve" if len(summary.wanted) > 1 else "The only engine serves"
+        return Finding(kind, "True", Reason.ALL_SERVING, f"{all_serve}{summary.version_suffix}.")
     if summary.wanted:
         return Finding(kind, "True", Reason.BASE_SERVING, _describe_base(summary))
     if rollout is not None and rollout.spec.state is State.SUSPENDED:
