@@ -28,7 +28,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.cluster)
         item.add_marker(pytest.mark.timeout(900))
     # A node of two cores has room for one fleet at a time. So the cases are sorted by the fleet that they use.
-    fleets = ("stand_fleet", "hosted", "wide", "ranks", "avoiding", "judge", "policy", "staged_fleet", "staged_stand")
+    fleets = (
+        "stand_fleet",
+        "hosted",
+        "wide",
+        "ranks",
+        "avoiding",
+        "judge",
+        "policy",
+        "staged_fleet",
+        "staged_stand",
+        "staged_replicas",
+        "staged_wide",
+    )
     items.sort(
         key=lambda item: next((place for place, name in enumerate(fleets) if name in getattr(item, "fixturenames", ())), len(fleets))
     )

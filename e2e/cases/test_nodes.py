@@ -35,6 +35,13 @@ def several_nodes(kubectl: Kubectl) -> bool:
     return found > 1
 
 
+def apart(rollout: str) -> dict[str, Any]:
+    """Return ``spec.scheduling`` that gives each engine pod of a rollout its own node."""
+    own = {"rollout.sglang.io/rollout": rollout, "app.kubernetes.io/component": "engine"}
+    rule = [{"topologyKey": "kubernetes.io/hostname", "labelSelector": {"matchLabels": own}}]
+    return {"affinity": {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": rule}}}
+
+
 @pytest.fixture(scope="module")
 def wide(kubectl: Kubectl, operator: Kubectl, client: str) -> Iterator[str]:
     """Create a rollout of one engine with two pods on two nodes, and return its name."""
@@ -42,9 +49,7 @@ def wide(kubectl: Kubectl, operator: Kubectl, client: str) -> Iterator[str]:
     remove(kubectl, NAME)  # the node has no room for both fleets
     made = two_ranks(WIDE, nodes=2)
     if several_nodes(kubectl):
-        own = {"rollout.sglang.io/rollout": WIDE, "app.kubernetes.io/component": "engine"}
-        apart = [{"topologyKey": "kubernetes.io/hostname", "labelSelector": {"matchLabels": own}}]
-        made["spec"]["scheduling"] = {"affinity": {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": apart}}}
+        made["spec"]["scheduling"] = apart(WIDE)
     kubectl.apply(made)
     eventually("the rollout is Ready", lambda: ready(kubectl, WIDE), within=400, every=2)
     yield WIDE

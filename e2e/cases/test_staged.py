@@ -1,4 +1,4 @@
-"""Transport Staged on a cluster: uploads, process groups that stay open, and engines and weight stores that restart.
+"""Transport Staged on a cluster: uploads, process groups that stay open, loads in turn, and engines and weight stores that restart.
 
 The fleet of real SGLang engines shows that a version reaches the tokens and returns after a restart. Stand-ins, which start in seconds,
 show the same for each pod that can be lost, while clients check the tokens of every answer.
@@ -12,8 +12,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ import pytest
 
 from e2e import stand_in
 from e2e.cases.actions import ask_engines, document, forward, push, serving
+from e2e.cases.claim import GROUP, claim
 from e2e.cases.conftest import ready, remove, remove_stand, sample, trainer_pod
 from e2e.cases.security.callers import SILENT, reach
 from e2e.cases.stand_in_rollout import StandInRollout
@@ -30,14 +33,14 @@ from e2e.chaos.trainer_process import Trainer
 from e2e.chaos.watch import Watch
 from e2e.kube import Kubectl, Refused, condition, eventually
 from e2e.neighbours import policy_agent
-from sglang_rollout.wire.ports import STAGING_PORT, STORE_PORT
+from sglang_rollout.wire.ports import METRICS_PORT, STAGING_PORT, STORE_PORT
 
 UPDATES = int(os.environ.get("STAGED_UPDATES", "6"))
-NAME, STAND = "staged", "copies"
+NAME, STAND, SNAPSHOTS = "staged", "copies", "staged-snapshots"
 WEIGHTS = {"transport": "Staged", "staging": {"sizeLimit": "32Mi"}}
 TINY = "/models/tiny"
 TRAINER = (Path(__file__).parent / "one_group_trainer.py").read_text()
-_KILL = "kill -KILL $(cat /proc/1/task/1/children)"
+KILL = "kill -KILL $(cat /proc/1/task/1/children)"
 """Kills the children of a container's first process: no signal from inside the container kills that process itself."""
 
 
@@ -52,24 +55,30 @@ def staged_fleet(kubectl: Kubectl, operator: Kubectl, client: str) -> Iterator[s
 
 
 @pytest.fixture(scope="module")
-def staged_stand(kubectl: Kubectl, operator: Kubectl) -> Iterator[str]:
-    """Create a rollout of two stand-ins with transport Staged whose images have no root user, and return its name."""
+def staged_stand(kubectl: Kubectl, operator: Kubectl, client: str) -> Iterator[str]:
+    """Create a rollout of two stand-ins with transport Staged, and return its name.
+
+    The images have no root user, and the weight store writes snapshots on a claim.
+    """
     remove_stand(kubectl)
     kubectl("delete", "sglr", NAME, "--ignore-not-found", "--wait=false")
-    kubectl.apply(stand_in.code())
-    rollout = stand_in.rollout(STAND, replicas=2, weights=WEIGHTS)
-    rollout["spec"]["podTemplate"]["spec"]["securityContext"] = {"runAsNonRoot": True}
-    with fleet_of(kubectl, rollout) as name:
-        yield name
+    trainer_pod(kubectl, "trainer")  # it empties the folder in which the claim is
+    with claim(kubectl, SNAPSHOTS, client):
+        store = {"snapshots": {"volume": {"claim": SNAPSHOTS}}}
+        rollout = stand_in.rollout(STAND, replicas=2, weights=WEIGHTS | {"store": store})
+        rollout["spec"]["podTemplate"]["spec"]["securityContext"] = {"runAsNonRoot": True, "fsGroup": GROUP}
+        with fleet_of(kubectl, rollout) as name:
+            yield name
+    kubectl("delete", "pod", "trainer", "--ignore-not-found", "--wait=false")
 
 
 @contextlib.contextmanager
-def fleet_of(kubectl: Kubectl, rollout: dict[str, Any]) -> Iterator[str]:
+def fleet_of(kubectl: Kubectl, rollout: dict[str, Any], within: float = 300) -> Iterator[str]:
     """Apply a rollout, and wait until it is Ready. Remove it at the end."""
     name = rollout["metadata"]["name"]
     remove(kubectl, name)
     kubectl.apply(rollout)
-    eventually("the rollout is Ready", lambda: ready(kubectl, name), within=300, every=1)
+    eventually("the rollout is Ready", lambda: ready(kubectl, name), within=within, every=1)
     yield name
     remove(kubectl, name)
 
@@ -83,12 +92,10 @@ def url(kubectl: Kubectl, staged_fleet: str) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def stand(kubectl: Kubectl, staged_stand: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StandInRollout]:
-    trainer_pod(kubectl, "trainer")
     with kubectl.forward(f"svc/{staged_stand}-router", 30000) as address:
         made = StandInRollout(kubectl, staged_stand, address, 2, tmp_path_factory.mktemp("staged"))
         yield made
         made.close()
-    kubectl("delete", "pod", "trainer", "--ignore-not-found", "--wait=false")
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +168,7 @@ def test_a_fleet_whose_engines_all_end_at_once_serves_its_version_without_a_push
     before = [(uid(kubectl, pod), restarts(kubectl, pod, "engine")) for pod in pods]
     committed = document(url)["committed"]
     for pod in pods:
-        kubectl.exec(pod, "sh", "-c", _KILL, container="engine")
+        kubectl.exec(pod, "sh", "-c", KILL, container="engine")
     eventually("no engine serves", lambda: document(url)["serving"] == 0)
     serving(url, 2)
     assert document(url)["committed"] == committed
@@ -175,7 +182,7 @@ def test_a_fleet_whose_engines_all_end_at_once_serves_its_version_without_a_push
 def test_an_engine_whose_container_is_killed_loads_the_copy_in_its_pod(kubectl: Kubectl, stand: StandInRollout, watch: Watch) -> None:
     committed, pod = document(stand.url)["committed"], f"{stand.engine(1)}-0"
     before = uid(kubectl, pod)
-    kubectl.exec(pod, "sh", "-c", _KILL, container="engine")
+    kubectl.exec(pod, "sh", "-c", KILL, container="engine")
     stand.serve(1)
     stand.serve(2)
     assert uid(kubectl, pod) == before
@@ -192,6 +199,11 @@ def test_a_new_pod_copies_the_version_and_serves_it_without_a_push(kubectl: Kube
     seen = member(stand.url, name)
     assert seen["version"] == committed
     assert [copy["version"] for copy in seen["staged"]] == [committed]
+    peer, update = kubectl.get("pod", f"{stand.engine(1)}-0")["status"]["podIP"], seen["staged"][0]["update"]
+    log = kubectl("logs", f"{name}-0", "-c", "agent")
+    found = re.search(rf"The copy of update {update} is complete: (\d+) bytes \((.*)\)\.", log)
+    assert found, log
+    assert found[2] == f"{found[1]} from http://{peer}:{STAGING_PORT}", "the other engine gave the version, not the weight store"
 
 
 def test_a_new_pod_of_the_store_copies_the_version_from_the_engines(
@@ -210,6 +222,82 @@ def test_a_new_pod_of_the_store_copies_the_version_from_the_engines(
     assert document(stand.url)["serving"] == 2
     stand.push(uploader, watch)
     stand.serve(2)
+
+
+def test_engines_load_in_turn_while_clients_generate(stand: StandInRollout, uploader: Trainer, watch: Watch) -> None:
+    in_turn = {"versionPolicy": "MaxStaleness", "maxStaleness": 1, "activation": {"strategy": "Rolling", "maxUnavailable": 1}}
+    before = document(stand.url)["committed"]["label"]
+    looks: list[set[str]] = []
+    with stand.policy(**in_turn), ThreadPoolExecutor(1) as pool:
+        for index in (0, 1):
+            stand.fault(index, "slow", "load", seconds=1.0)
+        errors = watch.errors
+        pushing = pool.submit(stand.push, uploader, watch)
+        while not pushing.done():
+            looks.append({row["version"]["label"] for row in document(stand.url)["members"] if row["gate_open"]})
+        after = pushing.result()
+        answered = watch.answers
+        eventually("clients got answers of the new version", lambda: after in watch.answered and watch.answers > answered + 5)
+        assert watch.errors == errors, "no request failed"
+    assert all(looks), "one engine served at each time"
+    assert {before} in looks, "the other engine served the version before meanwhile"
+    assert {before, after} <= watch.answered
+    assert document(stand.url)["last_update"]["outcome"] == "Committed"
+
+
+WEIGHTS_COMMAND = "python -m sglang_rollout.cli weights"
+"""``sglang-rollout weights`` in a trainer's pod, which has our library and not the command."""
+
+
+def test_a_fleet_whose_pods_all_end_serves_its_version_again_and_can_be_rolled_back(
+    kubectl: Kubectl, stand: StandInRollout, uploader: Trainer, watch: Watch
+) -> None:
+    """Both with the snapshots of the weight store on a claim."""
+    first = document(stand.url)["committed"]
+    second = stand.push(uploader, watch)
+    committed = document(stand.url)["committed"]
+
+    def written() -> bool:
+        return [first, committed] == [row["version"] for row in document(stand.url)["store"]["snapshots"]["snapshots"]][-2:]
+
+    eventually("both versions have a snapshot", written)
+    pods = [f"{stand.engine(0)}-0", f"{stand.engine(1)}-0", f"{stand.name}-store-0"]
+    ended = {pod: uid(kubectl, pod) for pod in pods}
+    kubectl("delete", "pod", *pods, "--grace-period=1", "--wait=false")
+    eventually("all pods are replaced", lambda: all(uid(kubectl, pod) != ended[pod] for pod in pods))
+    stand.serve(2)
+    assert document(stand.url)["committed"] == committed
+
+    def weights(*words: str) -> str:
+        command = f"SGLANG_ROLLOUT_URL=http://{stand.name}-router:30000 {WEIGHTS_COMMAND} {' '.join(words)}"
+        return kubectl.exec("trainer", "sh", "-c", command, container="trainer")
+
+    number = f"{first['run']}/{first['step']}"
+    assert f"{number} ({first['label']}): OK\n" in weights("verify")
+    (row,) = (line for line in weights("ls").splitlines() if f" {second} " in line)
+    assert "committed, store, snapshot, 2 of 2 engines" in row
+    weights("export", number, "--to", f"/tmp/{first['label']}", "--model", TINY)
+    assert "00000.safetensors" in kubectl.exec("trainer", "ls", f"/tmp/{first['label']}", container="trainer")
+
+    restored = f"{first['label']}-restored-{committed['step'] + 1}"
+    watch.expected[restored] = watch.expected[first["label"]]
+    assert f"with label {restored}." in weights("restore", number)
+    watch.committed(restored)
+    assert stand.serve(2)["committed"]["label"] == restored
+
+
+def test_the_store_exports_metrics(kubectl: Kubectl, stand: StandInRollout, uploader: Trainer) -> None:
+    stand.push(uploader)
+    copies = document(stand.url)["store"]["copies"]
+    pod = kubectl.get("pod", f"{stand.name}-store-0")
+    (port,) = (port["containerPort"] for port in pod["spec"]["containers"][0]["ports"] if port["name"] == "metrics")
+    read = "import requests, sys; print(requests.get(sys.argv[1], timeout=10).text)"
+    scraped = kubectl.exec("trainer", "python", "-c", read, f"http://{pod['status']['podIP']}:{port}/metrics", container="trainer")
+    values = dict(line.split() for line in scraped.splitlines() if line and not line.startswith("#"))
+    assert float(values["sglang_rollout_store_versions"]) == len(copies)
+    assert float(values["sglang_rollout_store_version_bytes"]) == sum(copy["bytes"] for copy in copies)
+    assert float(values["sglang_rollout_store_uploaded_bytes_total"]) >= copies[-1]["bytes"]
+    assert (values["sglang_rollout_store_process_groups"], values["sglang_rollout_store_snapshot_failures_total"]) == ("0.0", "0.0")
 
 
 def test_the_store_runs_at_the_restricted_level_of_pod_security(kubectl: Kubectl, staged_stand: str) -> None:
@@ -244,6 +332,8 @@ def test_enforced_policies_admit_what_transport_staged_needs_and_nothing_else(
         closed = ((store, STORE_PORT), (store, STAGING_PORT), (engine, STAGING_PORT))
         urls = [f"http://{kubectl.get('pod', pod)['status']['podIP']}:{port}/" for pod, port in closed]
         assert reach(kubectl, "trainer", *urls) == [SILENT] * 3
+        scraped = [f"http://{kubectl.get('pod', pod)['status']['podIP']}:{METRICS_PORT}/metrics" for pod in (store, engine)]
+        assert reach(kubectl, "trainer", *scraped) == [200, 200]
 
 
 def replace_pod(kubectl: Kubectl, pod: str) -> None:
@@ -295,7 +385,7 @@ def change(kubectl: Kubectl, fleet: str, url: str, number: int) -> None:
     steps: list[Callable[[], object]] = [
         lambda: serving(url, len(members(url))),
         lambda: scale(3),
-        lambda: kubectl.exec(f"{fleet}-engine-0-0", "sh", "-c", _KILL, container="engine"),
+        lambda: kubectl.exec(f"{fleet}-engine-0-0", "sh", "-c", KILL, container="engine"),
         lambda: serving(url, 3),
         lambda: scale(1),
         lambda: scale(2),

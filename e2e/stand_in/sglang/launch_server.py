@@ -13,6 +13,7 @@ for name in ("--host", "--port", "--tp-size", "--weight-version"):
 for flag in ("--enable-lora", "--enable-memory-saver", "--enable-weights-cpu-backup"):
     parser.add_argument(flag, action="store_true")
 parser.add_argument("--custom-weight-loader", default="")
+parser.add_argument("--dp-size", default="1")
 known, _ = parser.parse_known_args()
 memory = ["--memory-saver"] * known.enable_memory_saver + ["--weights-backup"] * known.enable_weights_cpu_backup
 command(
@@ -23,6 +24,8 @@ command(
         known.port,
         "--tensor",
         known.tp_size,
+        "--data",
+        known.dp_size,
         "--weight-version",
         known.weight_version,
         *memory,
