@@ -95,11 +95,11 @@ chaos-real: venv engine-venv ## Fault matrix with two real SGLang engines on the
 	@$(BIN)/python -m e2e.chaos --real --out out/chaos-real.json
 	@$(BIN)/python -m e2e.chaos --real --transport staged --out out/chaos-real-staged.json
 
-chaos-cluster: venv engine-venv ## Fault matrix of API server, node and link, on two nodes (15 minutes)
+chaos-cluster: venv engine-venv ## Fault matrix of API server, node and link, and cases for two nodes (15 minutes)
 	@$(LAB) up --nodes 2
 	@$(BIN)/python -m e2e.images build | $(LAB) load
 	@eval "$$($(LAB) env)"; $(BIN)/python -m e2e.chaos --cluster --out out/chaos-cluster.json
-	@eval "$$($(LAB) env)"; $(BIN)/pytest -q e2e/cases/test_avoiding.py
+	@eval "$$($(LAB) env)"; $(BIN)/pytest -q e2e/cases -m two_nodes
 
 fuzz: venv engine-venv ## Hostile requests against a real SGLang engine (SEED=1 MINUTES=10 KIND=plain, lora or reward)
 	@$(BIN)/python -m e2e.fuzz --seed $(SEED) --minutes $(MINUTES) --kind $(KIND)

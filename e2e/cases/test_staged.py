@@ -13,6 +13,8 @@ import contextlib
 import json
 import os
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +34,7 @@ from e2e.chaos.tokens import FEW, known
 from e2e.chaos.trainer_process import Trainer
 from e2e.chaos.watch import Watch
 from e2e.kube import Kubectl, Refused, condition, eventually
+from e2e.machine_token import TOKEN
 from e2e.neighbours import policy_agent
 from sglang_rollout.wire.ports import METRICS_PORT, STAGING_PORT, STORE_PORT
 
@@ -274,7 +277,11 @@ def test_a_fleet_whose_pods_all_end_serves_its_version_again_and_can_be_rolled_b
 
     number = f"{first['run']}/{first['step']}"
     assert f"{number} ({first['label']}): OK\n" in weights("verify")
-    (row,) = (line for line in weights("ls").splitlines() if f" {second} " in line)
+    outside = [sys.executable, "-m", "sglang_rollout.cli", "weights", "ls", "--url", stand.url]
+    listed = subprocess.run(
+        outside, env=os.environ | {"SGLANG_ROLLOUT_TOKEN": TOKEN}, capture_output=True, text=True, timeout=60, check=True
+    )
+    (row,) = (line for line in listed.stdout.splitlines() if f" {second} " in line)
     assert "committed, store, snapshot, 2 of 2 engines" in row
     weights("export", number, "--to", f"/tmp/{first['label']}", "--model", TINY)
     assert "00000.safetensors" in kubectl.exec("trainer", "ls", f"/tmp/{first['label']}", container="trainer")
