@@ -100,9 +100,13 @@ async def test_a_parent_may_learn_of_the_update_a_little_later(pods: list[Pod], 
     assert (peer.pieces_given, store.pieces_given) == (PIECES, 0)
 
 
-async def test_a_parent_that_never_learns_of_it_is_replaced(pods: list[Pod], tmp_path: Path, data: list[bytes]) -> None:
+async def test_a_parent_that_never_learns_of_it_is_replaced(
+    pods: list[Pod], tmp_path: Path, data: list[bytes], caplog: pytest.LogCaptureFixture
+) -> None:
     end = pods[1].hold(SHARDS, data)
-    assert await pull_into(open_copy(tmp_path), stage_request(pods)) == end
+    with caplog.at_level("INFO"):
+        assert await pull_into(open_copy(tmp_path), stage_request(pods)) == end
+    assert f"is complete: {end.bytes} bytes ({end.bytes} from {pods[1].url})." in caplog.text
 
 
 async def test_a_cancelled_pull_continues_from_another_parent(pods: list[Pod], tmp_path: Path, data: list[bytes]) -> None:

@@ -186,6 +186,15 @@ def test_a_failed_write_keeps_earlier_snapshots(tmp_path: Path, model: Path, fai
     assert not [entry for entry in tmp_path.iterdir() if entry.name.startswith(".writing")]
 
 
+def test_a_directory_without_permission_is_reported_with_the_user(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, parts: Any, check_cancelled: Any) -> None:
+        raise OSError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(module, "write_file", refuse)
+    with pytest.raises(SnapshotFailed, match=rf"Permission denied\. User {os.getuid()} may not write there: .*fsGroup"):
+        write_snapshot(job(tmp_path, model), check_cancelled=nothing)
+
+
 def test_a_full_disk_is_reported_with_sizes(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: Path, parts: Any, check_cancelled: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
