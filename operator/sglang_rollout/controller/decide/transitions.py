@@ -225,7 +225,8 @@ def _ready_events(old: Status, new: Status) -> Iterator[EventToPost]:
     elif reason == Reason.ROUTER_NOT_READY and before.get("status") is None:
         return
     elif reason in _REPORTED_REASONS:
-        is_expected = reason in {Reason.ROUTER_NOT_READY, Reason.STORE_NOT_READY} and before.get("status") == "False"
+        is_starting = reason in {Reason.ROUTER_NOT_READY, Reason.STORE_NOT_READY} and before.get("status") == "False"
+        is_expected = is_starting and find(new, ConditionType.DEGRADED).get("reason") != reason  # it needs no person
         yield EventToPost("Normal" if is_expected else "Warning", reason, str(after.get("message")), f"NotReady/{reason}")
 
 

@@ -478,3 +478,22 @@ def test_events_report_a_lost_store() -> None:
     after = build_status(fleet([*engines, store_pod(wanted, up=False)], record(row(0), row(1)), wanted), NOW)
     assert [(event.type, event.reason) for event in find_events(before, after)] == [("Warning", "StoreNotReady")]
     assert [(event.type, event.reason) for event in find_events(after, before)] == [("Normal", "Ready")]
+
+
+@pytest.mark.parametrize(
+    ("store", "kind"),
+    [
+        ({}, "Normal"),
+        ({"conditions": [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "no claim"}]}, "Warning"),
+    ],
+    ids=["starting", "unschedulable"],
+)
+def test_events_of_a_new_fleet_warn_of_a_store_that_needs_a_person(store: Object, kind: str) -> None:
+    wanted = staged()
+    pods = [engine(0, wanted), engine(1, wanted), store_pod(wanted, up=False, status=store)]
+    before = build_status(fleet(pods, record(row(0)), wanted), NOW)
+    assert condition(before, "Ready")["reason"] not in {"StoreNotReady", "AllServing"}
+    after = build_status(fleet(pods, record(row(0), row(1)), wanted), NOW)
+    assert [(event.type, event.reason) for event in find_events(before, after) if event.reason == "StoreNotReady"] == [
+        (kind, "StoreNotReady")
+    ]
