@@ -99,9 +99,7 @@ class _ContradictionError(Exception):
 
 
 class _Pull:
-    def __init__(
-        self, session: aiohttp.ClientSession, request: StageRequest, copy: Copy, base: Copy | None, patience: float
-    ) -> None:
+    def __init__(self, session: aiohttp.ClientSession, request: StageRequest, copy: Copy, base: Copy | None, patience: float) -> None:
         self._session = session
         self._request = request
         self._copy = copy
