@@ -14,8 +14,8 @@ Place = tuple[int, int]
 class LastUpload:
     """The bytes of the version that a client uploaded last.
 
-    While an upload is under way, its pieces take the place of those before, so that one version is in memory at any time. After an upload
-    that failed, the next one is complete. Threads may replace different pieces at the same time.
+    While an upload is under way, its pieces take the place of those before, so that one version is in memory at any time. So after an
+    upload that did not finish, the next one is complete. Threads may replace different pieces at the same time.
     """
 
     def __init__(self) -> None:

@@ -244,8 +244,6 @@ class Upload:
             if self._last is not None:
                 self._last.finish(self._digest)
         except BaseException:  # also KeyboardInterrupt
-            if self._last is not None:
-                self._last.forget()
             if not self._has_committed:
                 self._abort(path)
             raise
