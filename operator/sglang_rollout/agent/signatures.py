@@ -61,7 +61,7 @@ class Signatures:
     Args:
         keys: Public keys of the trainers.
         uid: ``metadata.uid`` of the rollout.
-        require_checksums: True: a signature must contain the checksums of the weights.
+        require_checksums: True: a signature must contain the checksums of the weights, or the digest of the version.
     """
 
     def __init__(self, keys: PublicKeys, uid: str, *, require_checksums: bool = False) -> None:
@@ -83,6 +83,23 @@ class Signatures:
             )
         return self.refusal(signed, record, tensor_size)
 
+    @staticmethod
+    def digest_refusal(signed: SignedVersion | None, digest: str) -> Refusal | None:
+        """Return why an engine must not hold the contents of a copy; None if the trainer has signed them, or signed no digest.
+
+        Args:
+            signed: The signed version; None: the weights of ``model.path``, which come from no copy.
+            digest: Digest of the copy that the engine loads; empty: its weights came another way.
+        """
+        if signed is None:
+            return _forbidden("The copy has no signature, and this engine loads signed versions only.") if digest else None
+        if signed.digest in ("", digest):
+            return None
+        wanted = f"The trainer signed version {signed.version} with the digest {signed.digest[:12]}…"
+        if not digest:
+            return _forbidden(f"{wanted}, and the engine has not loaded a copy with this digest.")
+        return _forbidden(f"{wanted}, and the pod's copy has the digest {digest[:12]}….")
+
     def refusal(self, signed: SignedVersion, record: EngineRecord, tensor_size: int | None) -> Refusal | None:
         """Return why the engine does not accept a signed version; None if it does.
 
@@ -96,10 +113,10 @@ class Signatures:
         newest = record.newest_served
         if newest is not None and version_identity(signed.version) < version_identity(newest):
             return _forbidden(f"Version {signed.version} is older than version {newest}, which the engine has served.")
-        if self._require_checksums and tensor_size not in signed.checksums:
+        if self._require_checksums and not signed.digest and tensor_size not in signed.checksums:
             return _forbidden(
-                f"The signature has no checksums for an engine with tensor parallel size {tensor_size}"
-                " (security.signatures.requireChecksums): push with checksums."
+                f"The signature has no digest, and no checksums for an engine with tensor parallel size {tensor_size}"
+                " (security.signatures.requireChecksums): upload the version (weights.transport Staged), or push with checksums."
             )
         return self._signature_refusal(signed)
 

@@ -28,7 +28,14 @@ FENCE_ANSWER_SECONDS = 8.0
 
 
 async def acknowledge(
-    agent: Agent, request: AckRequest, deadline: float, *, attempt: str = "", checksums: bool = False, expected: Checksums | None = None
+    agent: Agent,
+    request: AckRequest,
+    deadline: float,
+    *,
+    attempt: str = "",
+    digest: str = "",
+    checksums: bool = False,
+    expected: Checksums | None = None,
 ) -> Checksums | None:
     """Record that the engine holds a version completely, once the engine reports the version's label. Raise RefusedError otherwise.
 
@@ -39,10 +46,11 @@ async def acknowledge(
         request: The version.
         deadline: Seconds to wait for each answer of the engine.
         attempt: Attempt to load a staged version, if the agent acknowledges its own load.
+        digest: Digest of the copy that was loaded in this attempt.
         checksums: Return the checksums of the engine's weights; None if the engine cannot compute them.
         expected: Checksums that the weights must have, beside those of the signature.
     """
-    _check_ack(agent, request, attempt)
+    _check_ack(agent, request, attempt, digest)
     record, label = agent.state.record, request.version.label
     if record.state is EngineState.CLEAN and record.version == request.version:  # a repeated call
         return await _read_checksums(agent, deadline, attempt) if checksums else None
@@ -57,19 +65,22 @@ async def acknowledge(
     wanted = {"the trainer signed": _signed_checksums(agent, request.signed), "this version has": expected}
     wanted = {origin: right for origin, right in wanted.items() if right is not None}
     found = await _compare_checksums(agent, wanted, deadline, attempt) if wanted or checksums else None
-    _check_ack(agent, request, attempt)  # the engine may have restarted meanwhile
+    _check_ack(agent, request, attempt, digest)  # the engine may have restarted meanwhile
     agent.dispatch(ev.UpdateAcknowledged(request.version, tuple(request.cohort)))
     return found
 
 
-def _check_ack(agent: Agent, request: AckRequest, attempt: str) -> None:
+def _check_ack(agent: Agent, request: AckRequest, attempt: str, digest: str) -> None:
     refused = s.ack_refusal(agent.state, request.boot_id, request.version, verified=request.verified)
     if refused is None and agent.giving_up_since is not None:
         refused = Refusal(RefusalCode.CONFLICT, "The update is being given up.")
     if refused is None and agent.attempt != attempt:
         refused = Refusal(RefusalCode.CONFLICT, "The agent is loading a staged version, and acknowledges it afterwards.")
     if refused is None and agent.signatures is not None:
-        refused = agent.signatures.ack_refusal(request, agent.state.record, _tensor_size(agent))
+        record = agent.state.record
+        refused = agent.signatures.ack_refusal(request, record, _tensor_size(agent))
+        if refused is None and not (record.state is EngineState.CLEAN and record.version == request.version):
+            refused = agent.signatures.digest_refusal(request.signed, digest)
     if refused is not None:
         raise RefusedError(refused)
 

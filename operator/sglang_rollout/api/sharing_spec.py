@@ -63,8 +63,9 @@ def rules_of_modes() -> list[dict[str, str]]:
         *_rules_of_pushes_to_each(),
         rule(
             "!has(self.security) || !has(self.security.signatures) || (self.mode == 'Standalone' &&"
-            f" (!has(self.weights) || {_NO_TRANSPORT}))",
-            "security.signatures needs mode Standalone and weights.transport Distributed: only updates over a process group can be signed.",
+            " (!has(self.weights) || !has(self.weights.transport) || self.weights.transport != 'Disk'))",
+            "security.signatures needs mode Standalone and weights.transport Distributed or Staged: checkpoints on disk, and pushes to"
+            " single engines, are not signed.",
             field=".security",
         ),
     ]

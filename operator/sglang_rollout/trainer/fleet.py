@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 from urllib.parse import urlencode
@@ -33,7 +34,7 @@ from sglang_rollout.trainer.ranks import MARGIN_SECONDS, Ranks, follow
 from sglang_rollout.trainer.signing import SigningKey, find_signing_key
 from sglang_rollout.trainer.snapshots import HostBytes, Snapshots, Staging
 from sglang_rollout.trainer.tensors import NamedTensors, Shapes, Source, Specs
-from sglang_rollout.trainer.upload import COMMIT_STEPS, Upload, Wait
+from sglang_rollout.trainer.upload import COMMIT_STEPS, UNCHANGED, Upload, Wait
 from sglang_rollout.wire.ports import FLEET, FLEET_TENSORS
 from sglang_rollout.wire.signed import SignedVersion
 from sglang_rollout.wire.trainer import TRANSPORT_STAGED, FleetDocument, ModelTensors
@@ -308,11 +309,11 @@ class Fleet:
         """Push as an upload over HTTP."""
         from sglang_rollout.trainer.process_group import copy_bytes, read_bytes  # noqa: PLC0415 - imports torch, as the tensors have
 
-        signed = self._sign(options)
+        sign = partial(self._sign, options) if self._signing_key is not None else None
         staging = self.snapshots.begin(wanted=snapshot) if self.snapshots and wait == "committed" else None
         sink = _tensor_sink(staging, copy_bytes)
         upload = Upload(
-            self._http, options, wait=wait, read_bytes=read_bytes, signed=signed, ranks=ranks, tensor_sink=sink, last=self._last_upload
+            self._http, options, wait=wait, read_bytes=read_bytes, sign=sign, ranks=ranks, tensor_sink=sink, last=self._last_upload
         )
         upload.phases["group"] = (time.monotonic() - started) * 1000
         upload.run(source)
@@ -324,16 +325,25 @@ class Fleet:
         saved = staging.publish(document.committed, document.epoch, document.fleet_id) if staging else None
         return PushResult(**result, snapshot=saved)
 
-    def _sign(self, options: PushOptions) -> SignedVersion | None:
-        """Return the version that this push becomes, signed; None without a key, and for a fleet that accepts unsigned updates."""
+    def _sign(self, options: PushOptions, digest: str = "") -> SignedVersion | None:
+        """Return the version that this push becomes, signed; None without a key, and for a fleet that accepts unsigned updates.
+
+        Args:
+            options: The settings of the push.
+            digest: Digest of the version that was uploaded; empty: no tensor has been sent yet.
+
+        Raises:
+            PushFailed: The fleet does not say what the signature must name, or names another label.
+        """
         if self._signing_key is None:
             return None
         try:
             signing = self._read_document(f"{FLEET}?{urlencode({'label': options.version})}").signing
             checksums = {size: tuple(ranks) for size, ranks in options.checksums.items()}
-            return None if signing is None else self._signing_key.sign(signing, options.version, checksums)
+            return None if signing is None else self._signing_key.sign(signing, options.version, checksums, digest)
         except FleetError as error:
-            raise PushFailed(phase="prepare", reason=str(error), advice=NOTHING_SENT) from error
+            phase, advice = ("end", UNCHANGED) if digest else ("prepare", NOTHING_SENT)
+            raise PushFailed(phase=phase, reason=str(error), advice=advice) from error
 
     def _check(self, source: Source, bucket_bytes: int, *, compare: bool) -> None:
         """Check the tensors of a push. Only reads from the fleet.

@@ -32,13 +32,14 @@ class SigningKey:
         self.id = key_id(_public_der(self._key))
         """ID of the key, as ``status.weights.lastUpdate.signedBy`` shows it."""
 
-    def sign(self, signing: Signing, label: str, checksums: dict[int, tuple[str, ...]]) -> SignedVersion:
+    def sign(self, signing: Signing, label: str, checksums: dict[int, tuple[str, ...]], digest: str = "") -> SignedVersion:
         """Return the next version, signed.
 
         Args:
             signing: What the fleet says the signature must name.
             label: Label of the push.
             checksums: Checksums of the weights by the number of an engine's ranks; empty if they are not known.
+            digest: Digest of the complete version, for an upload; empty if it is not known.
 
         Raises:
             FleetError: The fleet names a version with another label.
@@ -46,9 +47,9 @@ class SigningKey:
         version = signing.version
         if version.label != label:
             raise FleetError(f"The fleet asks for a signature of version {version} with the label {version.label!r}, not {label!r}.")
-        signature = base64.b64encode(self._key.sign(signed_text(signing.uid, version, checksums))).decode()
+        signature = base64.b64encode(self._key.sign(signed_text(signing.uid, version, checksums, digest))).decode()
         fields = version.model_dump()
-        return SignedVersion(uid=signing.uid, **fields, checksums=checksums, key=self.id, signature=signature)
+        return SignedVersion(uid=signing.uid, **fields, checksums=checksums, digest=digest, key=self.id, signature=signature)
 
 
 def find_signing_key(given: str | os.PathLike[str] | bytes | None) -> SigningKey | None:

@@ -14,7 +14,8 @@ from sglang_rollout.wire.states import Version
 PREFIX = b"sglang-rollout-update-v1\n"
 """First bytes of every signed text, so that a signature for another purpose is never valid here."""
 SIGNS_FIELD = "signs_updates"
-"""Field of ``/init_weights_update_group`` of our client: true if it signs its updates. Engines never receive it."""
+"""Field of ``/init_weights_update_group`` and ``POST /fleet/updates`` of our client: true if it signs its updates. Engines never receive
+it."""
 KEY_ID_CHARACTERS = 16
 KEY_ID_PATTERN = f"^[0-9a-f]{{{KEY_ID_CHARACTERS}}}$"
 MAX_RANKS = 1024
@@ -32,7 +33,10 @@ class SignedVersion(Message):
     step: int = Field(ge=0)
     label: str = Field(min_length=1, max_length=256)
     checksums: dict[TensorSize, Annotated[tuple[Checksum, ...], Field(max_length=MAX_RANKS)]] = Field(default_factory=dict, max_length=16)
-    """Checksums of the weights, one per rank, by the number of an engine's ranks. Empty: the signature says nothing about the weights."""
+    """Checksums of the weights, one per rank, by the number of an engine's ranks; empty if the trainer does not sign them."""
+    digest: str = Field(default="", pattern="^([0-9a-f]{64})?$")
+    """Digest of the complete version, with transport Staged (:func:`sglang_rollout.staging.index.version_digest`); empty if the trainer
+    does not sign it."""
     key: str = Field(pattern=KEY_ID_PATTERN)
     """ID of the key: :func:`key_id`."""
     signature: str = Field(max_length=128)
@@ -46,12 +50,17 @@ class SignedVersion(Message):
     @property
     def text(self) -> bytes:
         """The text that is signed."""
-        return signed_text(self.uid, self.version, self.checksums)
+        return signed_text(self.uid, self.version, self.checksums, self.digest)
 
 
-def signed_text(uid: str, version: Version, checksums: dict[int, tuple[str, ...]]) -> bytes:
-    """Return the text that a trainer signs: a prefix, and compact JSON with sorted keys in ASCII."""
+def signed_text(uid: str, version: Version, checksums: dict[int, tuple[str, ...]], digest: str = "") -> bytes:
+    """Return the text that a trainer signs: a prefix, and compact JSON with sorted keys in ASCII.
+
+    Without a digest the text has no such field.
+    """
     fields = {**version.model_dump(), "uid": uid, "checksums": {str(size): list(ranks) for size, ranks in checksums.items()}}
+    if digest:
+        fields["digest"] = digest
     return PREFIX + json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
 
 

@@ -32,6 +32,8 @@ def write_public_keys(folder: Path, *pems: bytes) -> None:
         (folder / f"{index}.pem").write_bytes(public_pem(pem))
 
 
-def sign(pem: bytes, version: Version, uid: str = UID, checksums: dict[int, tuple[str, ...]] | None = None) -> SignedVersion:
+def sign(
+    pem: bytes, version: Version, uid: str = UID, checksums: dict[int, tuple[str, ...]] | None = None, digest: str = ""
+) -> SignedVersion:
     """Return a version as a trainer with this private key signs it."""
-    return SigningKey(pem).sign(Signing(uid=uid, version=version), version.label, checksums or {})
+    return SigningKey(pem).sign(Signing(uid=uid, version=version), version.label, checksums or {}, digest)

@@ -243,6 +243,7 @@ class Activator:
             refused = Refusal(RefusalCode.CONFLICT, "The agent is giving up an update (/agent/fence).")
         if refused is None and agent.signatures is not None:
             refused = agent.signatures.ack_refusal(request.ack, agent.state.record, self._tensor_size)
+            refused = refused or agent.signatures.digest_refusal(request.ack.signed, request.digest)
         refused = refused or self._way.engine_refusal(agent.engine.info)
         if refused is not None:
             raise ActivationError(refused, wrote=False, status=409)
@@ -313,7 +314,15 @@ class _Load:
         await self._agent.confirm_process()
         began = time.monotonic()
         wants = request.checksums or expected is not None
-        found = await acknowledge(self._agent, request.ack, _ANSWER_SECONDS, attempt=self._attempt, checksums=wants, expected=expected)
+        found = await acknowledge(
+            self._agent,
+            request.ack,
+            _ANSWER_SECONDS,
+            attempt=self._attempt,
+            digest=request.digest,
+            checksums=wants,
+            expected=expected,
+        )
         self._seconds["verify"] = time.monotonic() - began
         return found if request.checksums else None
 

@@ -40,7 +40,7 @@ from sglang_rollout.coordinator.update.versions import MAX_LABEL_CHARACTERS
 from sglang_rollout.sglang.api import DEFAULT_PAUSE_MODE, DISK_LOAD_FORMATS, MEMORY_TAGS, PAUSE_MODES, TENSOR_LOAD_FORMATS, ControlCall
 from sglang_rollout.wire import find_lone_surrogate
 from sglang_rollout.wire.reasons import RefusedError, quote_value
-from sglang_rollout.wire.signed import SignedVersion
+from sglang_rollout.wire.signed import SIGNS_FIELD, SignedVersion
 from sglang_rollout.wire.staged import DIGEST_PATTERN, MAX_SHARDS, Shard
 from sglang_rollout.wire.trainer import ControlReply
 
@@ -135,7 +135,7 @@ def upload(body: Fields) -> Upload:
     except ValidationError as error:
         problem = error.errors()[0]
         raise RefusedError(f"shards: {'.'.join(map(str, problem['loc']))}: {problem['msg']}.") from None
-    return Upload(parsed, _label(body.get("label"), "label"), _signed(body), base=_base(body))
+    return Upload(parsed, _label(body.get("label"), "label"), signs=body.get(SIGNS_FIELD) is True, base=_base(body))
 
 
 def _base(body: Fields) -> str:
@@ -158,11 +158,11 @@ def restore(body: Fields) -> tuple[str, str | None]:
 
 
 def commit_upload(update: str, body: Fields) -> CommitUpload:
-    """``POST /fleet/updates/{update}/commit``."""
+    """``POST /fleet/updates/{update}/commit``. ``signed``: see :func:`begin`."""
     wait = body.get("wait", COMMITTED)
     if wait not in (STAGED, COMMITTED):
         raise RefusedError(f"wait {quote_value(wait)} is not known: use {STAGED} or {COMMITTED}.")
-    return CommitUpload(update, wait == COMMITTED, _checksums(body))
+    return CommitUpload(update, wait == COMMITTED, _checksums(body), _signed(body))
 
 
 def _checksums(body: Fields) -> dict[int, tuple[str, ...]]:

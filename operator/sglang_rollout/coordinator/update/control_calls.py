@@ -186,7 +186,7 @@ STAGED: Table = {
         Abandon("the trainer began an upload without ending its update"),
         prepare=staged.check_upload,
     ),
-    rq.CommitUpload: Handler(staged.commit_upload),
+    rq.CommitUpload: Handler(staged.commit_upload, prepare=signatures.check_commit),
     rq.WithdrawUpload: Handler(staged.withdraw_upload),
 }
 """A fleet with GPUs of its own whose tensors go to the weight store first (``weights.transport: Staged``)."""

@@ -125,8 +125,8 @@ class Upload:
 
     shards: tuple[Shard, ...]
     label: str | None = None
-    signed: SignedVersion | None = None
-    """The version that the update becomes, signed by the trainer."""
+    signs: bool = False
+    """True if the trainer signs the version with the commit."""
     source: str = ""
     """ID of the update whose version the weight store brings again; empty: the trainer sends the pieces."""
     base: str = ""
@@ -142,6 +142,8 @@ class CommitUpload:
     """False: answer when the weight store has the complete version; True: when it is committed."""
     checksums: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     """What the trainer says its weights are, as in :class:`End`."""
+    signed: SignedVersion | None = None
+    """The version that the update becomes, signed by the trainer."""
 
 
 @dataclass(frozen=True)

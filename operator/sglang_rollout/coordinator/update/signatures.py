@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.phases import Update
-from sglang_rollout.coordinator.update.requests import Begin, Body
+from sglang_rollout.coordinator.update.requests import Begin, Body, CommitUpload, Upload
 from sglang_rollout.coordinator.update.steps import failures, same_body, send
 from sglang_rollout.wire.ports import AGENT_SIGNATURE
 from sglang_rollout.wire.reasons import RefusedError
 from sglang_rollout.wire.signed import SIGNS_FIELD, SignedVersion
+from sglang_rollout.wire.states import Version
 from sglang_rollout.wire.trainer import Signing
 
 UNSIGNED = (
@@ -21,6 +22,19 @@ UNSIGNED = (
 UNSIGNED_GROUP = (
     "This fleet accepts signed updates only (security.signatures), and this trainer does not sign. No engine was called. Use the client of"
     " this project and its signing_key, as docs/how-to/sign-updates.md describes."
+)
+UNSIGNED_UPLOAD = (
+    "This fleet accepts signed updates only (security.signatures), and this trainer does not sign. No update was begun. Use the client of"
+    " this project and its signing_key; another client sends signs_updates: true here, and signed with the commit, as"
+    " docs/how-to/sign-updates.md describes."
+)
+UNSIGNED_RESTORE = (
+    "This fleet accepts signed updates only (security.signatures), and no trainer has signed the earlier version under its new number. No"
+    " update was begun. Write the version into a folder with sglang-rollout weights export, and push it with the signing_key of a trainer."
+)
+NO_COPIES = (
+    "The signature has the digest of a staged version, and the engines of this fleet load no copies (weights.transport is not Staged). Sign"
+    " without a digest. No engine was called."
 )
 NO_VERIFIER = (
     "No engine that is up verifies signatures yet: engines that were started before security.signatures was set are being replaced."
@@ -45,6 +59,12 @@ def refuse_trainer_without_key(fleet: Fleet, body: Body) -> None:
         raise RefusedError(UNSIGNED_GROUP, status=403)
 
 
+def refuse_upload_without_key(fleet: Fleet, ask: Upload) -> None:
+    """Raise RefusedError for an upload that its trainer will not sign, before a byte moves."""
+    if not ask.signs and needs_signatures(fleet):
+        raise RefusedError(UNSIGNED_RESTORE if ask.source else UNSIGNED_UPLOAD, status=403)
+
+
 def next_signing(fleet: Fleet, label: str | None) -> Signing | None:
     """Return what the signature of the next version must name; None if the fleet accepts unsigned updates."""
     if fleet.committed is None or not needs_signatures(fleet):
@@ -54,24 +74,43 @@ def next_signing(fleet: Fleet, label: str | None) -> Signing | None:
 
 async def check_begin(fleet: Fleet, ask: Begin) -> SignedVersion | None:
     """Have all agents verify the signature of an update, and return what is signed; None if the fleet accepts unsigned updates."""
-    refuse_unsigned(fleet, ask.signed)
-    if ask.signed is None or not needs_signatures(fleet):
+    signed = ask.signed
+    if signed is not None and signed.digest and not fleet.is_staged:
+        raise RefusedError(NO_COPIES)
+    return await _check(fleet, signed, fleet.weights.next_version(signed.label if signed is not None else None))
+
+
+async def check_commit(fleet: Fleet, ask: CommitUpload) -> SignedVersion | None:
+    """Have all agents verify the signature of an upload, and return what is signed.
+
+    None for a repeated call, for an upload that is not open, and if the fleet accepts unsigned updates.
+    """
+    update = fleet.update
+    if update is None or update.staged is None or update.staged.id != ask.update:
         return None
-    refuse_other_version(fleet, ask.signed)
+    if update.signed is not None and update.signed == ask.signed:
+        return None
+    return await _check(fleet, ask.signed, fleet.target())
+
+
+async def _check(fleet: Fleet, signed: SignedVersion | None, wanted: Version) -> SignedVersion | None:
+    refuse_unsigned(fleet, signed)
+    if signed is None or not needs_signatures(fleet):
+        return None
+    refuse_other_version(signed, wanted)
     names = _verifiers(fleet)
     if not names:
         raise RefusedError(NO_VERIFIER, status=503)
-    body = ask.signed.model_dump(mode="json")
+    body = signed.model_dump(mode="json")
     results = await send(AGENT_SIGNATURE, same_body(names, body), fleet.policy.deadlines.pause_seconds, idempotent=True)
     for name, result in failures(results).items():
-        message = f"engine {name} does not accept the signature: {result.message.rstrip('.')}. The fleet was not paused."
+        message = f"engine {name} does not accept the signature: {result.message.rstrip('.')}. No engine has changed."
         raise RefusedError(message, status=result.status or 503, fleet={"engine": name})
-    return ask.signed
+    return signed
 
 
-def refuse_other_version(fleet: Fleet, signed: SignedVersion) -> None:
+def refuse_other_version(signed: SignedVersion, wanted: Version) -> None:
     """Raise RefusedError unless the signed version is the one that the update becomes."""
-    wanted = fleet.weights.next_version(signed.label)
     if signed.version != wanted:
         raise RefusedError(
             f"The signature is for version {signed.version} (label {signed.label}), and this update becomes version {wanted} (label"

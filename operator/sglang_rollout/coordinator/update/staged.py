@@ -15,7 +15,7 @@ from sglang_rollout.coordinator.update.outcome import abandon, fail_update
 from sglang_rollout.coordinator.update.phases import Phase, StagedUpdate
 from sglang_rollout.coordinator.update.phases import Update as OpenUpdate
 from sglang_rollout.coordinator.update.requests import Answer, Begin, CommitUpload, Update, Upload, WithdrawUpload
-from sglang_rollout.coordinator.update.signatures import check_begin, refuse_other_version, refuse_unsigned
+from sglang_rollout.coordinator.update.signatures import refuse_other_version, refuse_unsigned, refuse_upload_without_key
 from sglang_rollout.coordinator.update.staging import (
     FLATTENED,
     count_bytes,
@@ -50,7 +50,8 @@ async def begin(fleet: Fleet, ask: Begin, signed: SignedVersion | None = None) -
     """Open an update for a trainer with a session. Its tensors come through the open process groups."""
     live_members(fleet)
     if signed is not None:
-        refuse_other_version(fleet, signed)  # another update may have ended meanwhile
+        refuse_other_version(signed, fleet.weights.next_version(signed.label))  # another update may have ended meanwhile
+    refuse_unsigned(fleet, signed)
     label = signed.label if signed is not None else fleet.transaction.label
     staged = await _open_update(fleet, label, trainer_session=True, signed=signed)
     return Answer(200, "Success", {**fleet.advice(), "version": str(fleet.target()), "update": staged.id})
@@ -67,7 +68,6 @@ async def _open_update(
     base: str = "",
 ) -> StagedUpdate:
     """Open an update at the weight store, and let the agents copy while its tensors arrive. Raises RefusedError if the store refuses."""
-    refuse_unsigned(fleet, signed)
     refuse_asleep(fleet)
     if require_staging(fleet).copies == 1:
         await finish_roll(fleet)  # the pods delete their copies of the committed version now
@@ -106,6 +106,7 @@ async def receive(fleet: Fleet, ask: Update) -> Answer:
     shard, limit = shard_of(ask.body), size_limit(fleet)
     size = count_bytes([shard])
     if fleet.update is None:
+        refuse_unsigned(fleet, None)
         refuse_large(size, limit)
         await _open_update(fleet, ask.label or fleet.transaction.label)
     update = fleet.require_update()
@@ -131,11 +132,13 @@ async def receive(fleet: Fleet, ask: Update) -> Answer:
 # --- uploads ---------------------------------------------------------------------------------------------------------
 
 
-async def check_upload(fleet: Fleet, ask: Upload) -> SignedVersion | None:
-    """Check an upload before a byte moves: its size, and every tensor against the model. Returns what is signed."""
+async def check_upload(fleet: Fleet, ask: Upload) -> int:
+    """Check an upload before a byte moves: its size, and every tensor against the model. Returns its bytes."""
+    refuse_upload_without_key(fleet, ask)
     refuse_asleep(fleet)
     require_store(fleet)
-    refuse_large(count_bytes(ask.shards), size_limit(fleet))
+    size = count_bytes(ask.shards)
+    refuse_large(size, size_limit(fleet))
     _refuse_other_base(fleet, ask.base)
     for name in list(fleet.members())[:1]:
         model = await read_model_tensors(fleet, name)
@@ -143,7 +146,7 @@ async def check_upload(fleet: Fleet, ask: Upload) -> SignedVersion | None:
         problems = find_misfits(ask.shards, model.names or (), model.shapes) if model.shapes is not None else []
         if problems:
             raise RefusedError(describe_misfits(problems, name), fleet={"problems": len(problems)})
-    return await check_begin(fleet, Begin(signed=ask.signed))
+    return size
 
 
 def _refuse_other_base(fleet: Fleet, base: str) -> None:
@@ -157,14 +160,11 @@ def _refuse_other_base(fleet: Fleet, base: str) -> None:
         raise RefusedError(Refusal(RefusalCode.BASE_MISSING, message), fleet=fleet.advice())
 
 
-async def open_upload(fleet: Fleet, ask: Upload, signed: SignedVersion | None = None) -> Answer:
+async def open_upload(fleet: Fleet, ask: Upload, size: int) -> Answer:
     """Open an update whose version the trainer uploads. The answer has no ticket: the HTTP route adds it."""
-    if signed is not None:
-        refuse_other_version(fleet, signed)
-    label = signed.label if signed is not None else ask.label or fleet.transaction.label
-    staged = await _open_update(fleet, label, signed=signed, shards=ask.shards, source=ask.source, base=ask.base)
+    staged = await _open_update(fleet, ask.label or fleet.transaction.label, shards=ask.shards, source=ask.source, base=ask.base)
     update = fleet.require_update()
-    update.bytes = count_bytes(ask.shards)
+    update.bytes = size
     update.tensors[(STORE,)] = {tensor.name for shard in ask.shards for tensor in shard.tensors}
     details = {
         "update": staged.id, "piece_bytes": PIECE_BYTES, "expires_seconds": fleet.policy.deadlines.total_seconds,
@@ -175,11 +175,20 @@ async def open_upload(fleet: Fleet, ask: Upload, signed: SignedVersion | None = 
     return Answer(200, f"{before}, then POST {FLEET_UPDATES}/{staged.id}/commit.", {**details, "version": str(fleet.target())})
 
 
-async def commit_upload(fleet: Fleet, ask: CommitUpload) -> Answer:
-    """Commit an upload. A repeated call answers how the update ended."""
+async def commit_upload(fleet: Fleet, ask: CommitUpload, signed: SignedVersion | None = None) -> Answer:
+    """Commit an upload. A repeated call answers how the update ended.
+
+    Args:
+        fleet: The fleet.
+        ask: The call.
+        signed: The version as its trainer has signed it, if the agents have accepted this signature for this call.
+    """
     update = fleet.update
     if update is None or update.staged is None or update.staged.id != ask.update:
         return _answer_ended(fleet, ask.update)
+    if signed is not None:
+        refuse_other_version(signed, fleet.target())  # the number may be another one meanwhile
+        update.signed = signed
     update.checksums = update.signed.checksums if update.signed is not None else ask.checksums
     return await commit_staged(fleet, answer_when_staged=not ask.wait)
 

@@ -163,7 +163,7 @@ def _is_upload(update: OpenUpdate) -> bool:
 async def begin(fleet: Fleet, ask: Begin, signed: SignedVersion | None = None) -> Answer:
     """Open a session on every member of the open process groups. These engines are dirty until a complete update."""
     if signed is not None:
-        refuse_other_version(fleet, signed)  # another update may have ended meanwhile
+        refuse_other_version(signed, fleet.weights.next_version(signed.label))  # another update may have ended meanwhile
     failed = await open_sessions(fleet, live_members(fleet), ask.body, trainer_session=True, signed=signed)
     return failed or Answer(200, "Success", {**fleet.advice(), "version": str(fleet.target())})
 

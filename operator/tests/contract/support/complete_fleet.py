@@ -11,10 +11,10 @@ from typing import Any
 
 import aiohttp
 
-from sglang_rollout.api.intent import Intent, WantedEngine
+from sglang_rollout.api.intent import Intent, WantedEngine, WantedStore
 from sglang_rollout.api.limits_spec import Limits
 from sglang_rollout.api.security_spec import Security, Signatures
-from sglang_rollout.api.weights_spec import Weights
+from sglang_rollout.api.weights_spec import Staging, Transport, Weights
 from sglang_rollout.coordinator.main import Options, serve
 from sglang_rollout.credentials import CredentialFile, Credentials
 from sglang_rollout.proxy.address import Address
@@ -31,6 +31,7 @@ class CompleteFleet:
     url: str
     pods: list[Pod]
     http: aiohttp.ClientSession
+    folder: Path
 
     async def ask(self, method: str, path: str, body: Any = None, at: str | None = None) -> Answer:
         """Send a call to the URL ``at`` of a gate or a server, by default to the fleet."""
@@ -79,6 +80,7 @@ async def complete_fleet(
     connections: int | None = None,
     uid: str | None = None,
     limits: Limits | None = None,
+    staged: bool = False,
 ) -> AsyncIterator[CompleteFleet]:
     """Run all parts except the servers for the length of the block. The coordinator knows its engines when the block begins.
 
@@ -90,6 +92,7 @@ async def complete_fleet(
         connections: Most connections of the front.
         limits: Limits of the gates; None for the defaults.
         uid: UID of a fleet that accepts signed updates only. Each pod has its own folder of public keys.
+        staged: True: transport Staged, with a weight store.
     """
     smg, metrics, listen, own, batches = (f"127.0.0.1:{free_port()}" for _ in range(5))
     url = f"http://{listen}"
@@ -110,6 +113,7 @@ async def complete_fleet(
                 with_boot_file=True,
                 start=False,
                 token=credential,
+                data_port=free_port() if staged else None,
             )
             one = await stack.enter_async_context(pod)
             one.boot(f"boot-{index}")
@@ -118,6 +122,8 @@ async def complete_fleet(
         runtime = folder / "front"
         front = ["--listen", listen, "--smg", smg, "--coordinator", own, "--batches", batches, "--runtime-dir", str(runtime)]
         front += ["--maxconn", str(connections)] if connections is not None else []
+        store = await _start_store(stack, folder) if staged else None
+        front += ["--store", store.data_url.removeprefix("http://")] if store is not None else []
         for name, line in {
             "smg": ["proxy", "smg", "--listen", smg, "--metrics-listen", metrics, "--policy", policy],
             "batches": ["batches", "--listen", batches, "--smg-url", f"http://{smg}", "--coordinator-url", f"http://{own}"],
@@ -126,11 +132,15 @@ async def complete_fleet(
             process = Process(line, folder / f"{name}.log")
             await process.start()
             stack.push_async_callback(process.end)
-        wanted = [WantedEngine(name=made.name, tensor_size=1, url=made.url) for made in pods]
+        wanted = [
+            WantedEngine(name=made.name, tensor_size=1, url=made.url, data_url=f"http://127.0.0.1:{made.data_port}" if staged else None)
+            for made in pods
+        ]
+        weights = Weights(transport=Transport.STAGED, staging=Staging(size_limit="1Gi")) if staged else Weights(backend="gloo")
         security = Security(signatures=Signatures(public_key_secret="keys") if uid is not None else None)
         intent = Intent(
-            generation=1, name="demo", namespace="default", uid=uid or "", mode=mode, weights=Weights(backend="gloo"), engines=wanted,
-            security=security,
+            generation=1, name="demo", namespace="default", uid=uid or "", mode=mode, weights=weights, engines=wanted,
+            security=security, store=store,
         )  # fmt: skip
         (folder / "token").write_text(TOKEN)
         (folder / "intent.json").write_text(intent.model_dump_json())
@@ -141,13 +151,26 @@ async def complete_fleet(
         )  # fmt: skip
         coordinator = asyncio.create_task(serve(options, CredentialFile(folder / "token")))
         stack.push_async_callback(_ended, coordinator)
-        made = CompleteFleet(url, pods, pods[0].http)
+        made = CompleteFleet(url, pods, pods[0].http, folder)
 
         async def known() -> bool:
             return len((await made.document()).get("members", [])) == len(pods)
 
         await until(known, 60, "the coordinator knows its engines")
         yield made
+
+
+async def _start_store(stack: AsyncExitStack, folder: Path) -> WantedStore:
+    """Run a weight store until the stack ends. It receives no process groups."""
+    own, data, metrics = (f"127.0.0.1:{free_port()}" for _ in range(3))
+    credential, state = folder / "store-token", folder / "store-state"
+    credential.write_text(Credentials(TOKEN).derive("demo-store").sent)
+    line = ["store", "--name", "demo-store", "--listen", own, "--data-listen", data, "--metrics-listen", metrics]
+    line += ["--volume", str(folder / "store"), "--state-dir", str(state), "--token-file", str(credential)]
+    process = Process(line, folder / "store.log")
+    await process.start()
+    stack.push_async_callback(process.end)
+    return WantedStore(name="demo-store", url=f"http://{own}", data_url=f"http://{data}")
 
 
 async def _ended(task: asyncio.Task[None]) -> None:

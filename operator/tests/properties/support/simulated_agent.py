@@ -343,6 +343,8 @@ class SimulatedAgent:
             return Result(ok=False, status=found.status, message=found.message)
         if self.state is EngineState.CLEAN and self.version == request.version:
             return self._report()
+        if self.signatures is not None and (found := self.signatures.digest_refusal(request.signed, "")) is not None:
+            return Result(ok=False, status=found.status, message=found.message)
         if not works:
             return refused
         label = request.version.label
@@ -395,8 +397,10 @@ class SimulatedAgent:
         is_gone = not self.up or before.boot_id != ack.boot_id or self.draining or bool(self.released)
         if is_gone or copy is None or copy.digest != body["digest"] or s.is_update_open(before) or (not works and not self.breaks):
             return refused
-        if self.signatures is not None and (found := self.signatures.ack_refusal(ack, before, 1)) is not None:
-            return Result(ok=False, status=found.status, message=found.message, wrote=False)
+        if self.signatures is not None:
+            found = self.signatures.ack_refusal(ack, before, 1) or self.signatures.digest_refusal(ack.signed, copy.digest)
+            if found is not None:
+                return Result(ok=False, status=found.status, message=found.message, wrote=False)
         if self.state is EngineState.CLEAN and self.version == ack.version:
             self._perform(ControlCall.PAUSE, {"mode": body["mode"]}, None)
             return replace(self._compute_checksum(), agent=None)

@@ -74,6 +74,10 @@ class SimulatedStore:
         self.arriving[update].update(tensors)
         self.wanted[update] -= tensors.keys()
 
+    def digest_of(self, update: str) -> str:
+        """Return the digest of a version whose tensors have all arrived."""
+        return hashlib.sha256(repr(sorted(self.arriving[update].items())).encode()).hexdigest()
+
     def status(self) -> StoreStatus:
         partial = [StagedCopy(update=update, bytes=len(tensors)) for update, tensors in self.arriving.items()]
         whole = [StagedCopy(update=update, version=copy.version, bytes=8, digest=copy.digest) for update, copy in self.copies.items()]
@@ -146,8 +150,7 @@ class SimulatedStore:
             return Result(ok=False, status=404, message="There is no such update.", code=RefusalCode.NOT_FOUND)
         if self.wanted[update]:
             return Result(ok=False, status=409, message=f"{len(self.wanted[update])} pieces are missing.", code=RefusalCode.CONFLICT)
-        tensors = self.arriving.pop(update)
-        digest = hashlib.sha256(repr(sorted(tensors.items())).encode()).hexdigest()
+        digest, tensors = self.digest_of(update), self.arriving.pop(update)
         self.copies[update] = Copy(tensors, digest, Version.model_validate(body["version"]))
         return None
 

@@ -25,6 +25,7 @@ from tests.support.signing import UID, make_pem, public_pem, sign, write_public_
 
 PEM, OTHER = make_pem(), make_pem()
 V5, V6 = Version(run=1, step=5, label="5"), Version(run=1, step=6, label="6")
+DIGEST = "d" * 64
 SUMS = {1: ("ab",), 2: ("cd", "ef")}
 EMPTY = EngineRecord()
 
@@ -66,6 +67,7 @@ CHANGES: dict[str, Any] = {
     "run": st.integers(1, 10**6),
     "step": st.integers(0, 10**6),
     "label": st.text(min_size=1, max_size=40),
+    "digest": st.sampled_from(["", "0" * 64]),
     "checksums": st.dictionaries(st.integers(1, 8), st.lists(st.text(max_size=8), max_size=3).map(tuple), max_size=3),
     "signature": st.binary(min_size=64, max_size=64).map(lambda raw: base64.b64encode(raw).decode()),
 }
@@ -76,7 +78,7 @@ def test_a_signature_covers_every_field(tmp_path_factory: pytest.TempPathFactory
     folder = tmp_path_factory.getbasetemp() / "signed-fields"
     write_public_keys(folder, PEM)
     name, value = change
-    good = sign(PEM, V5, checksums=SUMS)
+    good = sign(PEM, V5, checksums=SUMS, digest=DIGEST)
     changed = good.model_copy(update={name: value})
     if changed == good:
         return
@@ -98,9 +100,24 @@ def test_an_older_version_than_the_engine_has_served_is_refused(signatures: Sign
 
 def test_checksums_can_be_required(folder: Path) -> None:
     strict = Signatures(PublicKeys(folder), UID, require_checksums=True)
-    assert "has no checksums for an engine with tensor parallel size 1" in refusal(strict, sign(PEM, V5))
-    assert "has no checksums" in refusal(strict, sign(PEM, V5, checksums={2: ("a", "b")}))
+    missing = "no digest, and no checksums for an engine with tensor parallel size 1"
+    assert missing in refusal(strict, sign(PEM, V5))
+    assert missing in refusal(strict, sign(PEM, V5, checksums={2: ("a", "b")}))
     assert refusal(strict, sign(PEM, V5, checksums=SUMS)) == ""
+    assert refusal(strict, sign(PEM, V5, digest=DIGEST)) == ""
+
+
+def test_a_signed_digest_must_be_that_of_the_copy() -> None:
+    signed = sign(PEM, V5, digest=DIGEST)
+    assert Signatures.digest_refusal(signed, DIGEST) is None
+    other, none = Signatures.digest_refusal(signed, "e" * 64), Signatures.digest_refusal(signed, "")
+    assert other is not None
+    assert other.message == (
+        "The trainer signed version 1/5 with the digest dddddddddddd…, and the pod's copy has the digest eeeeeeeeeeee…."
+    )
+    assert none is not None
+    assert "has not loaded a copy with this digest" in none.message
+    assert Signatures.digest_refusal(sign(PEM, V5), "e" * 64) is None
 
 
 def test_base_needs_no_signature_unless_weights_were_received(signatures: Signatures) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -232,6 +233,7 @@ def test_labels_with_control_characters_are_refused(label: str) -> None:
         (dialects.set_label, {"new_version": label}),
         (dialects.from_disk, {"model_path": "/ckpt", "weight_version": label}),
         (dialects.begin, {"signed": signed}),
+        (partial(dialects.commit_upload, "0" * 32), {"signed": signed}),
     ):
         with pytest.raises(RefusedError, match="control character"):
             parser(body)

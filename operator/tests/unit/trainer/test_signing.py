@@ -48,6 +48,11 @@ def test_the_signed_text_is_what_the_documentation_says() -> None:
     signed = SignedVersion(uid="u", run=1, step=7, label="é", checksums={2: ("a", "b")}, key="0" * 16, signature="")
     expected = b'sglang-rollout-update-v1\n{"checksums":{"2":["a","b"]},"label":"\\u00e9","run":1,"step":7,"uid":"u"}'
     assert signed.text == expected
+    with_digest = signed.model_copy(update={"checksums": {}, "label": "7", "digest": "ab" * 32})
+    digest = b"ab" * 32
+    assert with_digest.text == (
+        b'sglang-rollout-update-v1\n{"checksums":{},"digest":"' + digest + b'","label":"7","run":1,"step":7,"uid":"u"}'
+    )
 
 
 def test_without_a_key_or_a_demand_nothing_is_signed(fake: FakeFleet) -> None:
