@@ -310,6 +310,8 @@ class _Load:
         await self._step("load", self._way.call, self._body)
         if self._way.has_verdicts:
             await self._step("load", ControlCall.END_UPDATE, {})
+        else:
+            await self._verdicts.check(self._attempt)
         await self._step("flush", ControlCall.FLUSH_CACHE, {})
         await self._agent.confirm_process()
         began = time.monotonic()

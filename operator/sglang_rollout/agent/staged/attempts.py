@@ -50,6 +50,11 @@ class Attempts:
                 return verdicts
             await asyncio.sleep(_STEP_SECONDS)
 
+    async def check(self, attempt: str) -> None:
+        """Raise RefusedError unless the other pods still have the copies with which an attempt began."""
+        if self._members is not None:
+            await self._members.check_attempt(attempt)
+
     def path(self, attempt: str) -> Path:
         """Return the folder of an attempt, which has the same path in every pod."""
         return self._folder.path(attempt)

@@ -101,6 +101,10 @@ class MemberPods:
         replies = await self._head.ask_members(MEMBER_VERDICTS, request, AttemptReply, _CALL_SECONDS)
         return [Verdicts(tuple(self._verdicts_of(rank, replies.get(rank))), ranks) for rank in self._ranks()]
 
+    async def check_attempt(self, attempt: str) -> None:
+        """Raise RefusedError unless every member pod still has the copy with which an attempt began."""
+        self._raise_refusal(await self._head.ask_members(MEMBER_VERDICTS, AttemptRequest(attempt=attempt), AttemptReply, _CALL_SECONDS))
+
     async def watch(self) -> None:
         """Let the member pods copy the committed version from the head pod if one lacks it: a pod that was recreated is empty."""
         wanted, now = self._head.committed_copy, time.monotonic()

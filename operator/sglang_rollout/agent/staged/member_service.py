@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from aiohttp import web
@@ -17,12 +18,23 @@ from sglang_rollout.agent.staged.stage import Stager, open_session
 from sglang_rollout.agent.staged.verdicts import VerdictFolder
 from sglang_rollout.credentials import Credentials
 from sglang_rollout.internal.requests import Handler, check_token, read_message
-from sglang_rollout.staging.copies import Copies
+from sglang_rollout.staging.copies import Copies, Copy
+from sglang_rollout.staging.index import Index
 from sglang_rollout.staging.payload import install_loader
 from sglang_rollout.staging.serve import staging_routes
 from sglang_rollout.wire.ports import MEMBER_ATTEMPT, MEMBER_STAGE, MEMBER_VERDICTS
 from sglang_rollout.wire.reasons import Refusal, RefusalCode, RefusedError
 from sglang_rollout.wire.staged import AttemptReply, AttemptRequest, MemberStageReply, RankVerdict, StagedCopy, StageRequest
+
+
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    """An attempt to load a version, and the complete copy that the ranks of this pod read."""
+
+    name: str
+    copy: Copy
+    index: Index
+    """Index of the copy when the attempt began. A copy that starts again has another one."""
 
 
 class StagedMember:
@@ -32,6 +44,7 @@ class StagedMember:
         self._copies = copies
         self._stager = stager
         self._verdicts = verdicts
+        self._attempt: _Attempt | None = None
 
     def list_copies(self) -> list[StagedCopy]:
         """Return the versions in the memory of this pod."""
@@ -65,7 +78,10 @@ class StagedMember:
         refusal = None
         if copy is None or not wanted.digest or copy.status().digest != wanted.digest:
             refusal = Refusal(RefusalCode.CONFLICT, f"The pod has no complete copy of update {wanted.update} with the wanted digest.")
+        elif self._attempt is not None and self._attempt.name == wanted.attempt:
+            refusal = Refusal(RefusalCode.CONFLICT, "The attempt has begun already.")
         else:
+            self._attempt = _Attempt(wanted.attempt, copy, copy.index)
             try:
                 await asyncio.to_thread(self._verdicts.open_attempt, wanted.attempt)
             except OSError as error:
@@ -74,11 +90,24 @@ class StagedMember:
         return web.json_response(AttemptReply(refusal=refusal).model_dump(mode="json"))
 
     async def _read_verdicts(self, request: web.Request) -> web.StreamResponse:
-        """Return the verdicts of the ranks of this pod."""
+        """Return the verdicts of the ranks of this pod.
+
+        Without the copy of the attempt nothing says which bytes the ranks have read: a call may have replaced the copy meanwhile.
+        """
         wanted = await read_message(request, AttemptRequest)
+        if not self._has_copy_of(wanted.attempt):
+            refusal = Refusal(RefusalCode.CONFLICT, "The copy that its ranks load was deleted or replaced after the load began.")
+            return web.json_response(AttemptReply(refusal=refusal).model_dump(mode="json"))
         found = (await asyncio.to_thread(self._verdicts.read, wanted.attempt, wanted.ranks)).found
         verdicts = [RankVerdict(ok=verdict.ok, wrote=verdict.wrote, message=verdict.message, ended=verdict.ended) for verdict in found]
         return web.json_response(AttemptReply(refusal=None, verdicts=verdicts).model_dump(mode="json"))
+
+    def _has_copy_of(self, attempt: str) -> bool:
+        """Return whether the copy is the same, and complete, since the attempt began. A complete copy only changes by starting again."""
+        begun = self._attempt
+        if begun is None or begun.name != attempt:
+            return False
+        return self._copies.get(begun.copy.update) is begun.copy and begun.copy.index is begun.index
 
 
 def _with_token(handler: Handler, credentials: Credentials) -> Handler:

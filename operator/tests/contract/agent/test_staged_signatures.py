@@ -5,22 +5,28 @@ All calls here are what code in the router's pod can make: it has the credential
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from sglang_rollout.agent.launch.head_pod import HeadPod
 from sglang_rollout.staging.payload import LOADER
 from sglang_rollout.testing import StandIn, expected_tokens
 from sglang_rollout.wire.agent import AckRequest
-from sglang_rollout.wire.ports import AGENT_ACK
+from sglang_rollout.wire.ports import AGENT_ACK, MEMBER_STAGE, MEMBER_VERDICTS
 from sglang_rollout.wire.reasons import RefusalCode
 from sglang_rollout.wire.signed import SignedVersion
+from sglang_rollout.wire.staged import MemberStageReply, StageRequest
 from sglang_rollout.wire.states import BASE, EngineState, Version
 from tests.contract.support.agent_here import PodHere, run_agent
-from tests.contract.support.agent_pod import Answer, until
-from tests.contract.support.staged_versions import Source, StagedVersion, activate, commit, stage
+from tests.contract.support.agent_pod import TOKEN, Answer, until
+from tests.contract.support.staged_pair import PairHere, run_pair
+from tests.contract.support.staged_versions import Source, StagedVersion, activate, changed_state, commit, fill_with, run_source, stage
 from tests.support.signing import UID, make_pem, sign, write_public_keys
+from tests.support.staged import LIMIT, TICKET
 
 SECONDS = 40.0
 PROMPT = [4, 5, 6]
@@ -174,3 +180,55 @@ async def test_after_a_refusal_the_engine_stays_closed_until_the_next_signed_ver
     assert not (await pod.status(**replaced.committed)).gate_open
     await serve_signed(pod, source, two)
     assert await is_serving(pod, two)
+
+
+# --- engines of two pods -----------------------------------------------------------------------------------------------
+
+
+async def copy_in_member_pod(pair: PairHere, source: Source, made: StagedVersion, digest: str) -> None:
+    """Let the member pod alone copy a version, as code in the router's pod can: it has the credential of the engine."""
+    request = StageRequest(update=made.update, parents=[source.url], ticket=TICKET, size_limit=LIMIT, digest=digest, deadline=SECONDS)
+    url, headers = pair.member.address.url + MEMBER_STAGE, {"Authorization": f"Bearer {TOKEN}"}
+    async with pair.head.http.post(url, json=request.model_dump(mode="json"), headers=headers) as reply:
+        found = MemberStageReply.model_validate(await reply.json())
+    assert [copy.digest for copy in found.copies if copy.update == made.update] == [digest], found.refusal
+
+
+def make_other(source: Source, made: StagedVersion) -> str:
+    """Create another version of the same update, and return its digest."""
+    copy = source.copies.open(made.update, TICKET, LIMIT)
+    fill_with(copy, changed_state(9))
+    return copy.seal(made.version).digest
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+async def test_the_copy_of_a_member_pod_cannot_be_replaced_before_or_in_a_load(
+    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replicas: int
+) -> None:
+    made, really, replaced = source.make(1), HeadPod.ask_members, asyncio.Event()
+    (tmp_path / "hostile").mkdir()
+    async with run_source(tmp_path / "hostile") as hostile, run_pair(tmp_path, monkeypatch, replicas=replicas, uid=UID) as pair:
+        head, other = pair.head, make_other(hostile, made)
+        write_public_keys(head.public_keys, PEM)
+        await head.open_with_base()
+        assert (await stage(head, source, made)).status == 200
+        await copy_in_member_pod(pair, hostile, made, other)
+        before = await activate(head, made, signed=signature(made))
+        assert (before.status, before.body["wrote"], "from pod e0-1: " in before.body["message"]) == (409, False, True)
+
+        async def replace_first(self: HeadPod, path: str, *more: Any) -> Any:
+            if path == MEMBER_VERDICTS and not replaced.is_set():
+                replaced.set()
+                await copy_in_member_pod(pair, hostile, made, other)
+                await copy_in_member_pod(pair, source, made, made.digest)
+            return await really(self, path, *more)
+
+        monkeypatch.setattr(HeadPod, "ask_members", replace_first)
+        await copy_in_member_pod(pair, source, made, made.digest)
+        answer = await activate(head, made, signed=signature(made))
+        assert replaced.is_set()
+        assert (answer.status, answer.body["wrote"], "deleted or replaced" in answer.body["message"]) == (409, True, True), answer.body
+        status = await head.status(**made.committed)
+        assert (status.state, status.gate_open) == (EngineState.DIRTY, False)
+        assert (await activate(head, made, signed=signature(made))).status == 200
+        assert (await commit(head, made)).gate_open
