@@ -48,6 +48,8 @@ class Source(StrEnum):
     OTHER_NAMESPACE = "a pod of another namespace"
     NOT_SELECTED = "a pod of the namespace that `security.trainers` does not select"
     TRAINER = "a trainer's pod"
+    SECOND_TRAINER = "a trainer's pod while another trainer has paused the fleet"
+    HYBRID_TRAINER = "a trainer's pod of a rollout with `mode: Hybrid`"
     ENGINE = "an engine container of the rollout"
     OTHER_ENGINE = "an engine container of another rollout"
     HOST_NETWORK = "a pod of the namespace with `hostNetwork`"
@@ -64,6 +66,7 @@ class Host(StrEnum):
     GENERATE_SERVICE = "Service `NAME-generate`"
     ROUTER_POD = "the router pod"
     ENGINE_POD = "an engine pod"
+    HYBRID_ENGINE = "an engine pod of a rollout with `mode: Hybrid`"
     OWN_POD = "127.0.0.1 in the same pod"
 
 
@@ -157,7 +160,7 @@ _RELAYED_TOKEN = _RELAY | {RELAYED_AUTHORIZATION_HEADER: "Bearer {token}"}
 _CREDENTIAL = {"Authorization": "Bearer {credential}"}
 _ENGINE = ((Host.ENGINE_POD, GATE_PORT),)
 _FORBIDDEN, _UNAUTHENTICATED = RefusalCode.FORBIDDEN.value, RefusalCode.UNAUTHENTICATED.value
-_INVALID = RefusalCode.INVALID_REQUEST.value
+_INVALID, _CONFLICT = RefusalCode.INVALID_REQUEST.value, RefusalCode.CONFLICT.value
 _INSIDE = tuple((Host.ENGINE_POD, port) for port in (ENGINE_PORT, AGENT_PORT)) + tuple(
     (Host.ROUTER_POD, port) for port in (SMG_PORT, COORDINATOR_PORT, BATCHES_PORT)
 )
@@ -316,6 +319,38 @@ ATTACKS = (
         _INVALID,
         bodies=tuple({"model_path": path} for path in (OUTSIDE, "/etc", f"{PATHS}/../outside", f"{PATHS}/{LINK}")),
         message="is no folder that an engine's agent can read below security.paths",
+    ),
+    Attack(
+        "label-with-a-line-break",
+        Source.TRAINER,
+        "a label with a line break",
+        (("POST", "/update_weight_version"),),
+        400,
+        "writes lines of its own into logs, headers and status",
+        _INVALID,
+        bodies=({"new_version": "7\n2026-01-01 00:00:00 INFO forged"}, {"new_version": "7\r\nX-Weight-Version: 8"}),
+        message="contains a control character",
+    ),
+    Attack(
+        "abort-by-another-trainer",
+        Source.SECOND_TRAINER,
+        "to abort all requests, and to end the pause",
+        (("POST", "/abort_request"), ("POST", "/continue_generation")),
+        409,
+        "ends the requests and the push of the trainer that holds the fleet",
+        _CONFLICT,
+        bodies=({"abort_all": True},),
+        message="Another trainer holds this fleet",
+    ),
+    Attack(
+        "body-without-end",
+        Source.HYBRID_TRAINER,
+        "a trainer's call at an engine's URL, with a body that does not end",
+        (("POST", "/update_weights_from_tensor"),),
+        408,
+        "uses a connection and memory of the engine's agent for as long as it likes",
+        hosts=((Host.HYBRID_ENGINE, GATE_PORT),),
+        headers=({"Content-Length": "50000"}, {"Content-Length": "16000000"}),
     ),
     Attack("engine-container", Source.ENGINE, "each control call", CONTROL_CALLS, 403, "chooses the weights from model code", _FORBIDDEN),
     Attack(

@@ -20,6 +20,8 @@ from sglang_rollout.wire.ports import FLEET, FRONT_PORT
 ATTACKER, HOST_ATTACKER = "attacker", "host-attacker"
 _REPORTED = "reported"
 _FOLDERS = f"mkdir -p {PATHS} {OUTSIDE} && ln -sfn {OUTSIDE} {PATHS}/{LINK}"
+_WITHOUT_END_SECONDS = 90.0
+"""Time for the answer to a body that does not end. Gates wait 60 s."""
 OTHER_SECRET, OTHER_TOKEN = "other-token", "token-of-another-rollout"
 
 
@@ -82,7 +84,9 @@ class Scene:
                 return send(self.kubectl, f"{self.stand.engine(0)}-0", requests, container="engine")
             case Source.OTHER_ENGINE:
                 return send(self.kubectl, f"{OTHER_ROLLOUT}-engine-0-0", requests, container="engine")
-            case Source.NOT_SELECTED | Source.SHARED_ADDRESS:
+            case Source.HYBRID_TRAINER:
+                return send(self.kubectl, ATTACKER, requests, seconds=_WITHOUT_END_SECONDS)
+            case Source.NOT_SELECTED | Source.SHARED_ADDRESS | Source.SECOND_TRAINER:
                 return send(self.kubectl, ATTACKER, requests)
             case Source.HOST_NETWORK:
                 return send(self.kubectl, HOST_ATTACKER, requests)
@@ -105,6 +109,10 @@ class Scene:
                 eventually("security.paths has an effect", self._limits_paths, within=60)
                 yield
                 change_security(self.kubectl, self.stand.name)
+            case Source.SECOND_TRAINER:
+                self._call_as_trainer("/pause_generation")
+                yield
+                self._call_as_trainer("/continue_generation")
             case Source.ENDED_POD:
                 with self._reported_at(ELSEWHERE, self.outsider, 200):
                     report(self.kubectl, _REPORTED, phase="Succeeded")
@@ -120,6 +128,12 @@ class Scene:
                     yield
             case _:
                 yield
+
+    def _call_as_trainer(self, path: str) -> None:
+        """Make a call from the trainer's pod, which must succeed."""
+        request = Request(Host.ROUTER_SERVICE, FRONT_PORT, "POST", path, body={"mode": "retract"})
+        ((status, _, message),) = self._send(Source.TRAINER, [self.message(request, Source.TRAINER)])
+        assert status == 200, message
 
     @contextlib.contextmanager
     def _reported_at(self, kubectl: Kubectl, pod: str, status: int) -> Iterator[None]:
@@ -157,6 +171,7 @@ def find_hosts(kubectl: Kubectl, stand: StandInRollout, router: str) -> dict[Hos
         Host.GENERATE_SERVICE: kubectl.get("service", f"{stand.name}-generate")["spec"]["clusterIP"],
         Host.ROUTER_POD: address_of(kubectl, router),
         Host.ENGINE_POD: address_of(kubectl, f"{stand.engine(1)}-0"),
+        Host.HYBRID_ENGINE: address_of(kubectl, f"{OTHER_ROLLOUT}-engine-0-0"),
         Host.OWN_POD: "127.0.0.1",
     }
 
