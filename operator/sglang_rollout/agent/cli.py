@@ -93,6 +93,7 @@ class Settings:
     data_listen: Endpoint | None = None
     pipeline_size: int = 1
     data_size: int = 1
+    staging_bandwidth_limit: int | None = None
     place: Place | None = None
     kernels: KernelExchange | None = None
 
@@ -178,6 +179,13 @@ class Settings:
     default=1,
     show_default=True,
     help="With --staging-volume: replicas of the model in the engine. An engine with several loads versions as folders, without a loader.",
+)
+@click.option(
+    "--staging-bandwidth-limit",
+    type=click.IntRange(1),
+    metavar="BYTES",
+    show_default="not limited",
+    help="With --staging-volume: most bytes per second that this pod receives from other pods for staging, and that it sends to them.",
 )
 @kernel_options
 @logging_options
@@ -318,6 +326,7 @@ def _run_staged(settings: Settings, agent: Agent, head_pod: HeadPod | None) -> A
         model_path=settings.model_path,
         head_pod=head_pod,
         data_address=place.data_address(settings.data_listen) if place is not None else None,
+        bandwidth_limit=settings.staging_bandwidth_limit,
     )
 
 
@@ -326,7 +335,7 @@ def _run_staged_member(settings: Settings) -> AbstractAsyncContextManager[Staged
     volume, verdicts = settings.staging_volume, settings.verdicts_dir
     if volume is None or verdicts is None:
         return nullcontext()
-    return run_staged_member(volume=volume, verdicts=verdicts, state=settings.state_dir)
+    return run_staged_member(volume=volume, verdicts=verdicts, state=settings.state_dir, bandwidth_limit=settings.staging_bandwidth_limit)
 
 
 def _send_kernels(kernels: KernelExchange | None, is_up: Callable[[], bool]) -> list[Coroutine[Any, Any, None]]:

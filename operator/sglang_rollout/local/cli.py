@@ -93,6 +93,13 @@ class NotReadyError(CannotStartError):
 )
 @click.option("--staging-size-limit", metavar="SIZE", help="With --transport Staged: maximum bytes of one version, such as 20Gi.")
 @click.option(
+    "--staging-bandwidth-limit",
+    metavar="SIZE",
+    show_default="not limited",
+    help="With --transport Staged: maximum bytes per second that each agent, and the weight store, receives for staging, and that it sends,"
+    " such as 500Mi.",
+)
+@click.option(
     "--activation",
     type=click.Choice([each.value for each in ActivationStrategy]),
     show_default=ActivationStrategy.ALL_AT_ONCE.value,
@@ -164,6 +171,7 @@ def command(
     backend: str,
     transport: str,
     staging_size_limit: str | None,
+    staging_bandwidth_limit: str | None,
     activation: str | None,
     store_python: Path | None,
     snapshots: Path | None,
@@ -194,7 +202,7 @@ def command(
     _check_engines(parsed)
     _check_can_listen(listen, "--listen")
     defaults = {"backend": Backend(backend), "pause_mode": PauseMode(pause_mode), "transport": Transport(transport)}
-    weights = _with_snapshots(_parse_weights(weights_json, defaults, staging_size_limit), snapshots)
+    weights = _with_snapshots(_parse_weights(weights_json, defaults, staging_size_limit, staging_bandwidth_limit), snapshots)
     weights = _with_activation(weights, activation)
     found = asyncio.run(_read_sizes(parsed, weights, _install_loader(state_dir) if weights.is_staged else None))
     taken = {listen.port, *(engine.address.port for engine in parsed)}
@@ -219,8 +227,8 @@ def command(
             shutil.rmtree(runtime, ignore_errors=True)
 
 
-def _parse_weights(text: str, defaults: Mapping[str, Any], size_limit: str | None) -> Weights:
-    """Parse ``--weights``. Further options (``defaults``, ``size_limit``) apply unless the text sets the same field."""
+def _parse_weights(text: str, defaults: Mapping[str, Any], size_limit: str | None, bandwidth_limit: str | None) -> Weights:
+    """Parse ``--weights``. Further options (``defaults`` and the limits) apply unless the text sets the same field."""
     try:
         weights = Weights.model_validate_json(_add_size_limit(text, size_limit))
     except ValidationError as error:
@@ -228,7 +236,7 @@ def _parse_weights(text: str, defaults: Mapping[str, Any], size_limit: str | Non
         where = ".".join(map(str, first["loc"]))
         raise click.BadParameter(f"{where + ': ' if where else ''}{first['msg']}", param_hint="--weights") from None
     weights = weights.model_copy(update={key: value for key, value in defaults.items() if key not in weights.model_fields_set})
-    return _with_staging(weights, size_limit)
+    return _with_bandwidth(_with_staging(weights, size_limit), bandwidth_limit)
 
 
 def _add_size_limit(text: str, size_limit: str | None) -> str:
@@ -258,6 +266,26 @@ def _with_staging(weights: Weights, size_limit: str | None) -> Weights:
     if weights.is_staged and weights.catch_up.disk:
         raise click.UsageError(
             "--transport Staged needs no catchUp.disk: an engine that restarts loads a copy of the version. Leave it out"
+        )
+    return weights.model_copy(update={"staging": staging})
+
+
+def _with_bandwidth(weights: Weights, limit: str | None) -> Weights:
+    """Return the settings with ``--staging-bandwidth-limit``. The rules are those of the custom resource."""
+    staging = weights.staging
+    if staging is None:
+        if limit is not None:
+            raise click.UsageError("--staging-bandwidth-limit belongs to --transport Staged: set the transport, or leave it out")
+        return weights
+    if limit is not None and staging.bandwidth_limit is None:
+        try:
+            staging = Staging(**staging.model_dump(exclude={"bandwidth_limit"}), bandwidth_limit=limit)
+        except ValidationError as error:
+            raise click.BadParameter(f"{error.errors()[0]['msg']}: write 500Mi", param_hint="--staging-bandwidth-limit") from None
+    if staging.bandwidth_bytes and staging.size_bytes * staging.fanout > staging.bandwidth_bytes * weights.deadlines.stage_seconds:
+        raise click.UsageError(
+            "--staging-bandwidth-limit is too low: a process must send --staging-size-limit bytes to staging.fanout processes within"
+            " deadlines.stageSeconds (--weights). Raise it"
         )
     return weights.model_copy(update={"staging": staging})
 

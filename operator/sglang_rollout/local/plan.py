@@ -172,7 +172,7 @@ class Plan:
         limits, store = limits_options(self.limits), self._store_addresses()
         children: list[Child] = []
         for each in self._engine_addresses():
-            children += _engine_children(each, folders, gate_arguments)
+            children += _engine_children(each, folders, gate_arguments, self._bandwidth_options())
         children += self._store_children(folders)
         smg_line = ("proxy", "smg", "--listen", str(smg), "--metrics-listen", str(smg_metrics), "--policy", self.policy)
         # smg serves for 5 s after SIGTERM, but no request reaches it, because the front is stopped first.
@@ -227,10 +227,16 @@ class Plan:
             *("--metrics-listen", str(store[2])),
             *("--volume", str(folders.staged(STORE)), "--state-dir", str(folders.state / STORE)),
             *("--token-file", str(folders.credential(STORE))),
+            *self._bandwidth_options(),
             *self._snapshot_options(),
         )
         paths = [str(_PACKAGES), *filter(None, [os.environ.get("PYTHONPATH", "")])]
         return [Child(STORE, line, environment={"PYTHONPATH": os.pathsep.join(paths)})]
+
+    def _bandwidth_options(self) -> tuple[str, ...]:
+        """Return the arguments of agents and of the weight store that limit what each of them sends and receives."""
+        limit = self.weights.staging.bandwidth_bytes if self.weights.staging is not None else None
+        return ("--staging-bandwidth-limit", str(limit)) if limit is not None else ()
 
     def _snapshot_options(self) -> tuple[str, ...]:
         """Return the arguments of the weight store about snapshots."""
@@ -288,7 +294,7 @@ def parse_engine(text: str, default_tensor_size: int | None = None) -> EngineArg
         raise ValueError(f"{url!r} is not the URL of an SGLang server: {error}") from None
 
 
-def _engine_children(addresses: _EngineAddresses, folders: Folders, gate_arguments: list[str]) -> list[Child]:
+def _engine_children(addresses: _EngineAddresses, folders: Folders, gate_arguments: list[str], bandwidth: tuple[str, ...]) -> list[Child]:
     name, engine, gate, agent, metrics, data = addresses
     socket = str(folders.runtime / name / "gate.sock")
     gate_line = (
@@ -299,7 +305,7 @@ def _engine_children(addresses: _EngineAddresses, folders: Folders, gate_argumen
         *("agent", "--name", name, "--engine-url", engine.url, "--listen", str(agent), "--gate-socket", socket),
         *("--state-dir", str(folders.state / name), "--token-file", str(folders.credential(name))),
         *(("--tensor-size", str(engine.tensor_size)) if engine.tensor_size is not None else ()),
-        *(_staging_options(name, engine, data, folders) if data is not None else ()),
+        *((*_staging_options(name, engine, data, folders), *bandwidth) if data is not None else ()),
     )
     return [Child(f"{name}-gate", (*_PROGRAM, *gate_line)), Child(f"{name}-agent", (*_PROGRAM, *agent_line))]
 

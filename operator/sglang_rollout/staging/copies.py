@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import shutil
+import threading
 from collections.abc import AsyncIterable, Awaitable, Callable
 from pathlib import Path
 
@@ -85,6 +86,9 @@ class Copy:
         self.differences = KeptDifferences(folder / DIFFERENCES)
         self.failure = ""
         """Why nothing more arrives, as a sentence; empty while the copy may grow."""
+        self.bytes_received = 0
+        """Bytes that were read from other pods, also those of unfinished pieces."""
+        self._counting = threading.Lock()
         self._data_starts: list[int] = []
         self._locks: dict[tuple[int, int], asyncio.Lock] = {}
         self._touched: dict[tuple[int, int], int] = {}
@@ -336,6 +340,11 @@ class Copy:
                 await asyncio.wait({waiter}, timeout=left)
             finally:
                 self._waiters.discard(waiter)
+
+    def note_bytes(self, count: int) -> None:
+        """Count bytes that have arrived from another pod. Threads may call it."""
+        with self._counting:
+            self.bytes_received += count
 
     def note_failure(self, failure: str) -> None:
         """Tell readers that nothing more arrives, so that they turn to another pod. An empty text: the copy may grow again."""

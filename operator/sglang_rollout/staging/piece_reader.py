@@ -11,7 +11,8 @@ import hashlib
 import json
 import os
 import socket
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,13 +21,12 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from sglang_rollout.staging.bandwidth import PART_BYTES, Bandwidth
 from sglang_rollout.staging.differences import most_bytes
 from sglang_rollout.staging.files import Writing, finish_in_thread, patch_range
 from sglang_rollout.staging.index import StagedError, StagedFault
 from sglang_rollout.wire.ports import BASE_HEADER
 
-BUFFER_BYTES = 2**20
-"""Bytes that a thread receives, hashes and writes in one go."""
 _MAX_ERROR_BYTES = 2**16
 """Bytes of a refusal that are read."""
 
@@ -64,6 +64,23 @@ class Target:
     file: Path
     offset: int
     size: int
+    on_bytes: Callable[[int], None] = lambda _count: None
+    """Called in the thread with the number of bytes that have arrived since the last call."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Pace:
+    """How fast a thread receives one piece."""
+
+    bandwidth: Bandwidth
+    is_cancelled: threading.Event
+
+    def wait_for_part(self, most: int) -> int:
+        """Wait until the next part may be received, and return its bytes. Raises ConnectionAbortedError if the call is cancelled."""
+        part, seconds = self.bandwidth.take_part(most)
+        if seconds and self.is_cancelled.wait(seconds):
+            raise ConnectionAbortedError("the call was cancelled")
+        return part
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,15 +112,26 @@ class PieceReader:
         parallel: Most pieces at a time.
         connect_seconds: Timeout of a connection.
         read_seconds: Time without a byte after which the answer has broken off.
+        bandwidth: Limit of what is received.
     """
 
-    def __init__(self, parent: str, headers: Mapping[str, str], *, parallel: int, connect_seconds: float, read_seconds: float) -> None:
+    def __init__(
+        self,
+        parent: str,
+        headers: Mapping[str, str],
+        *,
+        parallel: int,
+        connect_seconds: float,
+        read_seconds: float,
+        bandwidth: Bandwidth | None = None,
+    ) -> None:
         self.parent = parent
         parts = urlsplit(parent)
         self._host, self._port = parts.hostname or "", parts.port or 80
         self._headers = dict(headers)
         self._connect_seconds = connect_seconds
         self._read_seconds = read_seconds
+        self._bandwidth = bandwidth or Bandwidth()
         self._idle: list[HTTPConnection] = []
         self._threads = ThreadPoolExecutor(parallel, thread_name_prefix="pieces")
 
@@ -120,14 +148,15 @@ class PieceReader:
             BrokenAnswerError: The parent cannot be reached, or the answer breaks off.
             StagedError: The answer has another number of bytes, the difference is damaged, or a file cannot be read or written.
         """
+        pace = _Pace(self._bandwidth, threading.Event())
         while True:
             is_used = bool(self._idle)
             connection = self._idle.pop() if is_used else await self._connect()
             try:
                 found = await finish_in_thread(
-                    partial(self._read, connection, path, target, origin),
+                    partial(self._read, connection, path, target, origin, pace),
                     executor=self._threads,
-                    on_cancel=partial(_shut_down, connection),
+                    on_cancel=partial(_shut_down, connection, pace),
                 )
             except _UnansweredError as error:
                 connection.close()
@@ -174,7 +203,7 @@ class PieceReader:
         connection.sock = connected
         return connection
 
-    def _read(self, connection: HTTPConnection, path: str, target: Target, origin: Origin | None) -> Received:
+    def _read(self, connection: HTTPConnection, path: str, target: Target, origin: Origin | None, pace: _Pace) -> Received:
         """Send a request and read its answer. Runs in a thread."""
         asked = {} if origin is None else {BASE_HEADER: origin.version}
         try:
@@ -187,9 +216,10 @@ class PieceReader:
         try:
             if answer.status != 200:
                 raise _refusal(answer)
-            if (version := answer.getheader(BASE_HEADER)) is not None:
-                return _receive_difference(answer, target, origin, version)
-            return Received(_receive(answer, target))
+            with self._bandwidth.transfer():
+                if (version := answer.getheader(BASE_HEADER)) is not None:
+                    return _receive_difference(answer, target, origin, version, pace)
+                return Received(_receive(answer, target, pace))
         except TimeoutError:
             raise BrokenAnswerError(describe_silence(self._read_seconds)) from None
         except (OSError, HTTPException) as error:
@@ -200,24 +230,27 @@ class _UnansweredError(Exception):
     """The connection broke off before the first byte of an answer."""
 
 
-def _shut_down(connection: HTTPConnection) -> None:
-    """End the thread that uses a connection: its next call fails."""
+def _shut_down(connection: HTTPConnection, pace: _Pace) -> None:
+    """End the thread that uses a connection: its wait ends, and its next call fails."""
+    pace.is_cancelled.set()
     used = connection.sock
     if used is not None:
         with suppress(OSError):  # the parent has closed it
             used.shutdown(socket.SHUT_RDWR)
 
 
-def _receive(answer: HTTPResponse, target: Target) -> str:
-    """Write an answer to its file, and return the SHA-256."""
+def _receive(answer: HTTPResponse, target: Target, pace: _Pace) -> str:
+    """Write an answer to its file in parts, and return the SHA-256."""
     if answer.length not in (None, target.size):
         raise _wrong_size(target.size, str(answer.length))
-    buffer, hashed, received = memoryview(bytearray(min(BUFFER_BYTES, max(1, target.size)))), hashlib.sha256(), 0
+    buffer, hashed, received = memoryview(bytearray(min(PART_BYTES, max(1, target.size)))), hashlib.sha256(), 0
+    allowed = 0
     with Writing(target.file):
         file = target.file.open("r+b", buffering=0)
     with file:
         while received < target.size:
-            count = answer.readinto(buffer[: target.size - received])
+            allowed = allowed or pace.wait_for_part(target.size - received)
+            count = answer.readinto(buffer[:allowed])
             if not count:
                 if answer.length is None:
                     raise _wrong_size(target.size, str(received))
@@ -226,17 +259,22 @@ def _receive(answer: HTTPResponse, target: Target) -> str:
             hashed.update(part)
             _write(file.fileno(), part, target, received)
             received += count
+            allowed -= count
+            target.on_bytes(count)
     if answer.readinto(buffer[:1]):
         raise _wrong_size(target.size, "more")
     return hashed.hexdigest()
 
 
-def _receive_difference(answer: HTTPResponse, target: Target, origin: Origin | None, version: str) -> Received:
+def _receive_difference(answer: HTTPResponse, target: Target, origin: Origin | None, version: str, pace: _Pace) -> Received:
     """Write the piece that follows from a difference."""
     if origin is None or version != origin.version:
         raise StagedError(f"A difference from version {version[:12]}… arrived, which was not asked for.", StagedFault.WRONG_BYTES)
     limit = most_bytes(target.size)
-    difference = answer.read(limit + 1)
+    difference = b""
+    while len(difference) <= limit and (part := answer.read(pace.wait_for_part(limit + 1 - len(difference)))):
+        difference += part
+        target.on_bytes(len(part))
     if len(difference) > limit:
         raise StagedError(f"A difference of more than {limit} bytes arrived for a piece of {target.size}.", StagedFault.WRONG_BYTES)
     if answer.length:

@@ -15,6 +15,7 @@ from pathlib import Path
 import aiohttp
 from pydantic import ValidationError
 
+from sglang_rollout.staging.bandwidth import Bandwidth
 from sglang_rollout.staging.copies import Copy
 from sglang_rollout.staging.index import Index, StagedError, StagedFault
 from sglang_rollout.staging.piece_reader import (
@@ -48,7 +49,13 @@ _MAX_REPLY_BYTES = 256 * 2**20
 
 
 async def pull(
-    session: aiohttp.ClientSession, request: StageRequest, copy: Copy, base: Copy | None = None, *, patience: float = math.inf
+    session: aiohttp.ClientSession,
+    request: StageRequest,
+    copy: Copy,
+    base: Copy | None = None,
+    *,
+    receiving: Bandwidth | None = None,
+    patience: float = math.inf,
 ) -> VersionEnd:
     """Complete a copy, and return its end. A copy that is complete already is checked against ``request.digest``.
 
@@ -60,6 +67,7 @@ async def pull(
         request: What to copy, and from where.
         copy: The copy.
         base: A complete copy of another version: equal pieces come from it, and other pieces as differences if a parent has them.
+        receiving: Bandwidth at which pieces arrive; None: not limited.
         patience: Seconds without a new byte after which the copy fails, when each parent has been asked.
 
     Raises:
@@ -68,7 +76,7 @@ async def pull(
     """
     if not request.parents:
         raise StagedError(f"Update {request.update} has no parent to copy from.")
-    work = _Pull(session, request, copy, base, patience)
+    work = _Pull(session, request, copy, base=base, receiving=receiving or Bandwidth(), patience=patience)
     copy.note_failure("")
     try:
         async with asyncio.timeout(request.deadline):
@@ -99,12 +107,22 @@ class _ContradictionError(Exception):
 
 
 class _Pull:
-    def __init__(self, session: aiohttp.ClientSession, request: StageRequest, copy: Copy, base: Copy | None, patience: float) -> None:
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        request: StageRequest,
+        copy: Copy,
+        *,
+        base: Copy | None,
+        receiving: Bandwidth,
+        patience: float,
+    ) -> None:
         self._session = session
         self._request = request
         self._copy = copy
         self._base = base
         self._patience = patience
+        self._receiving = receiving
         self._parents = [parent.rstrip("/") for parent in request.parents]
         self._silence_seconds = _FIRST_SILENCE_SECONDS
         self._problems: dict[str, str] = {}
@@ -122,7 +140,7 @@ class _Pull:
         clock = asyncio.get_running_loop().time
         delay, newest = _FIRST_DELAY_SECONDS, clock()
         while True:
-            before = self._copy.index.bytes_arrived
+            before, received = self._copy.index.bytes_arrived, self._copy.bytes_received
             for parent in [parent for parent in self._parents if parent not in self._wrong]:
                 copied = await self._try(parent)
                 if copied is not None:
@@ -132,8 +150,11 @@ class _Pull:
                 raise StagedError(
                     f"No parent gives the right bytes of update {self._copy.update}. {self._describe()}", StagedFault.WRONG_DIGEST
                 )
-            if self._copy.index.bytes_arrived > before:
-                delay, newest, self._silence_seconds = _FIRST_DELAY_SECONDS, clock(), _FIRST_SILENCE_SECONDS
+            has_grown = self._copy.index.bytes_arrived > before
+            if has_grown or self._copy.bytes_received > received:
+                newest = clock()
+            if has_grown:
+                delay, self._silence_seconds = _FIRST_DELAY_SECONDS, _FIRST_SILENCE_SECONDS
             elif clock() - newest >= self._patience:
                 message = f"No new byte of update {self._copy.update} has arrived for {clock() - newest:.0f} s. {self._describe()}"
                 raise StagedError(message, StagedFault.LATE)
@@ -152,7 +173,7 @@ class _Pull:
         message = (
             f"The copy of update {self._copy.update} is not complete after {self._request.deadline:g} s: {arrived}. {self._describe()}"
         )
-        return StagedError(message.rstrip(), StagedFault.LATE)
+        return StagedError(f"{message.rstrip()} {self._receiving.describe_limit()}".rstrip(), StagedFault.LATE)
 
     async def _try(self, parent: str) -> VersionEnd | None:
         """Copy from one parent. Return None if the next parent's turn has come."""
@@ -190,8 +211,9 @@ class _Pull:
     async def _copy_from(self, parent: str) -> VersionEnd:
         wanted: asyncio.Queue[Piece] = asyncio.Queue()
         reader = PieceReader(
-            parent, self._headers(), parallel=PARALLEL_PIECES, connect_seconds=_CONNECT_SECONDS, read_seconds=self._silence_seconds
-        )
+            parent, self._headers(), parallel=PARALLEL_PIECES, connect_seconds=_CONNECT_SECONDS, read_seconds=self._silence_seconds,
+            bandwidth=self._receiving,
+        )  # fmt: skip
         try:
             async with asyncio.TaskGroup() as group:
                 workers = [group.create_task(self._fetch_pieces(reader, wanted)) for _ in range(PARALLEL_PIECES)]
@@ -209,18 +231,19 @@ class _Pull:
 
     async def _follow(self, parent: str, wanted: asyncio.Queue[Piece]) -> None:
         """Read the parent's index to its end, and ask for the pieces that are missing here."""
-        theirs = Index()
+        theirs, received = Index(), 0
         while theirs.end is None:
             position = len(theirs.entries)
-            entries = await self._read_entries(parent, position)
-            for entry in entries:
+            reply = await self._read_entries(parent, position)
+            for entry in reply.entries:
                 try:
                     theirs.add(entry)
                 except StagedError as error:
                     # A parent that has started again between two answers is read again from the start.
                     raise _ParentError(f"its index is wrong: {error}", is_wrong=position == 0) from error
                 self._take_entry(parent, theirs, entry, wanted)
-            if not entries and await self._is_behind(parent, len(theirs.entries)):
+            has_stalled, received = reply.received == received, reply.received
+            if not reply.entries and has_stalled and await self._is_behind(parent, len(theirs.entries)):
                 raise _ParentError("it has had nothing new for some time, although the store has")
         if len(theirs.shards) != len(self._copy.index.shards):
             raise _ContradictionError(f"{parent} has {len(theirs.shards)} shards, but {len(self._copy.index.shards)} were announced before")
@@ -254,31 +277,31 @@ class _Pull:
             # The store will say whether the version is so large.
             raise _ParentError(f"its shard {number} cannot be taken: {error}", is_wrong=True) from error
 
-    async def _read_entries(self, parent: str, position: int) -> list[IndexEntry]:
-        """Return the entries from a position on; an empty list after some seconds without one."""
+    async def _read_entries(self, parent: str, position: int) -> IndexReply:
+        """Return the entries from a position on; none after some seconds without one."""
         patient_until = asyncio.get_running_loop().time() + PATIENCE_SECONDS
         while True:
             try:
                 # The first question does not wait for an entry, because a parent that hangs is noticed sooner so.
-                first = [] if position else await self._ask_index(parent, position, 0)
-                return first or await self._ask_index(parent, position, POLL_SECONDS)
+                if not position and (first := await self._ask_index(parent, position, 0)).entries:
+                    return first
+                return await self._ask_index(parent, position, POLL_SECONDS)
             except _AbsentError as error:
                 if position or asyncio.get_running_loop().time() >= patient_until:
                     raise _ParentError(str(error)) from None
                 await asyncio.sleep(_PATIENCE_STEP_SECONDS)
 
-    async def _ask_index(self, parent: str, position: int, wait: float) -> list[IndexEntry]:
+    async def _ask_index(self, parent: str, position: int, wait: float) -> IndexReply:
         url, query = f"{parent}{STAGED}/{self._copy.update}/index", {"from": str(position), "wait": f"{wait:g}"}
         limit = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS, sock_read=wait + self._silence_seconds)
         try:
             async with self._session.get(url, params=query, headers=self._headers(), timeout=limit, allow_redirects=False) as answer:
                 await _check_status(answer)
-                reply = IndexReply.model_validate_json(await _read(answer))
+                return IndexReply.model_validate_json(await _read(answer))
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise _ParentError(_describe_failure(error, wait + self._silence_seconds)) from error
         except ValidationError as error:
             raise _ParentError(f"its index is malformed: {str(error).splitlines()[0]}", is_wrong=True) from error
-        return reply.entries
 
     async def _is_behind(self, parent: str, position: int) -> bool:
         """Return whether the store has entries that the parent does not have."""
@@ -286,7 +309,7 @@ class _Pull:
         if parent == store:
             return False
         try:
-            return bool(await self._ask_index(store, position, 0))
+            return bool((await self._ask_index(store, position, 0)).entries)
         except (_ParentError, _AbsentError):
             return False
 
@@ -322,7 +345,7 @@ class _Pull:
             return
 
         async def write(file: Path, offset: int, size: int) -> str:
-            received = await reader.read(url, Target(file, offset, size), origin)
+            received = await reader.read(url, Target(file, offset, size, self._copy.note_bytes), origin)
             self._copy.transferred += size if received.difference is None else len(received.difference)
             if received.difference is not None and base is not None and received.digest == piece.digest:
                 await self._copy.keep_difference(base, piece.shard, piece.piece, received.difference)

@@ -13,17 +13,17 @@ from typing import IO
 
 from aiohttp import web
 
+from sglang_rollout.staging.bandwidth import Bandwidth
+
 STALL_SECONDS = 30.0
 """Time without a byte after which a reader is given up."""
-_CALL_BYTES = 2**20
-"""Bytes of one system call. Pieces on a disk may have to be read first, which blocks all other requests."""
 _FLUSH_CHECK_SECONDS = 0.002
 
 
 async def send_file(
-    request: web.Request, file: IO[bytes], offset: int, size: int, headers: Mapping[str, str] | None = None
+    request: web.Request, file: IO[bytes], offset: int, size: int, *, bandwidth: Bandwidth, headers: Mapping[str, str] | None = None
 ) -> web.StreamResponse:
-    """Answer with ``size`` bytes of a file from ``offset`` on, and with these headers.
+    """Answer with ``size`` bytes of a file from ``offset`` on, at this bandwidth, and with these headers.
 
     Raises:
         ConnectionResetError: The reader is gone or has stalled, or the file is too short; the connection is closed.
@@ -37,8 +37,8 @@ async def send_file(
     try:
         await _flush(transport)
         # The number of the transport's own socket may belong to another connection once the transport is closed.
-        with socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno())) as connection:
-            await _send(connection, file, offset, size)
+        with socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno())) as connection, bandwidth.transfer():
+            await _send(connection, file, offset, size, bandwidth)
     except (OSError, TimeoutError) as error:
         transport.abort()  # the answer cannot be completed, and the reader must see that
         raise ConnectionResetError(f"{request.path}: the answer broke off: {error}") from error
@@ -59,18 +59,22 @@ async def _flush(transport: asyncio.Transport) -> None:
             await asyncio.sleep(_FLUSH_CHECK_SECONDS)
 
 
-async def _send(connection: socket.socket, file: IO[bytes], offset: int, size: int) -> None:
-    end = offset + size
+async def _send(connection: socket.socket, file: IO[bytes], offset: int, size: int, bandwidth: Bandwidth) -> None:
+    """Send the bytes in parts: a piece on a disk may have to be read first, which blocks all other requests."""
+    end, part_end = offset + size, offset
     while offset < end:
+        if offset == part_end:
+            part, seconds = bandwidth.take_part(end - offset)
+            part_end += part
+            await asyncio.sleep(seconds)
         try:
-            count = os.sendfile(connection.fileno(), file.fileno(), offset, min(end - offset, _CALL_BYTES))
+            count = os.sendfile(connection.fileno(), file.fileno(), offset, part_end - offset)
         except BlockingIOError:
             await _wait_writable(connection)
             continue
         if not count:
             raise ConnectionResetError("the file is too short")
         offset += count
-        await asyncio.sleep(0)
 
 
 async def _wait_writable(connection: socket.socket) -> None:

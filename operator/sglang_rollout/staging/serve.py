@@ -12,6 +12,7 @@ from typing import Protocol
 
 from aiohttp import web
 
+from sglang_rollout.staging.bandwidth import Bandwidth
 from sglang_rollout.staging.copies import Copy
 from sglang_rollout.staging.index import StagedError
 from sglang_rollout.staging.send_file import send_file
@@ -37,9 +38,14 @@ class FindsCopies(Protocol):
         """Return the copy of an update; None if there is none."""
 
 
-def staging_routes(copies: FindsCopies) -> list[web.RouteDef]:
-    """Return the routes below ``STAGED``."""
-    routes = _Routes(copies)
+def staging_routes(copies: FindsCopies, sending: Bandwidth | None = None) -> list[web.RouteDef]:
+    """Return the routes below ``STAGED``.
+
+    Args:
+        copies: The copies.
+        sending: Limit of the pieces that are sent; None: not limited.
+    """
+    routes = _Routes(copies, sending or Bandwidth())
     return [
         web.get(f"{STAGED}/{{update}}/index", answer_refusals(routes.index), allow_head=False),
         web.get(f"{STAGED}/{{update}}/pieces/{{shard}}/{{piece}}", answer_refusals(routes.piece), allow_head=False),
@@ -73,8 +79,9 @@ def path_number(request: web.Request, part: str) -> int:
 
 
 class _Routes:
-    def __init__(self, copies: FindsCopies) -> None:
+    def __init__(self, copies: FindsCopies, sending: Bandwidth) -> None:
         self._copies = copies
+        self._sending = sending
 
     async def index(self, request: web.Request) -> web.StreamResponse:
         """Return the entries from a position on; wait for one if there is none, unless the copy of this pod has failed."""
@@ -90,7 +97,7 @@ class _Routes:
         if position == len(entries) and copy.failure:
             raise RefusedError(Refusal(RefusalCode.UNAVAILABLE, f"{request.path}: nothing more arrives here: {copy.failure}"))
         chosen = _choose_entries(entries, position)
-        reply = IndexReply(entries=chosen, next=position + len(chosen))
+        reply = IndexReply(entries=chosen, next=position + len(chosen), received=copy.bytes_received)
         return web.Response(text=reply.model_dump_json(exclude_none=True), content_type="application/json")
 
     async def piece(self, request: web.Request) -> web.StreamResponse:
@@ -108,7 +115,7 @@ class _Routes:
         except (StagedError, FileNotFoundError):  # deleted at this moment
             raise self._unknown(request) from None
         with file:
-            return await send_file(request, file, offset, size, headers)
+            return await send_file(request, file, offset, size, bandwidth=self._sending, headers=headers)
 
     def _find(self, request: web.Request) -> Copy:
         copy = self._copies.get(request.match_info["update"])

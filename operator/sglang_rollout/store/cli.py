@@ -18,6 +18,7 @@ from sglang_rollout.internal.options import read_token_file
 from sglang_rollout.logs import configure_logging, logging_options
 from sglang_rollout.proxy.address import Address
 from sglang_rollout.proxy.listen import listen as listen_at
+from sglang_rollout.staging.bandwidth import Bandwidth
 from sglang_rollout.staging.copies import Copies
 from sglang_rollout.staging.index import StagedError
 from sglang_rollout.staging.serve import staging_routes
@@ -50,6 +51,7 @@ class Settings:
     snapshots: SnapshotSettings | None = None
     kernels: Path | None = None
     kernels_credentials: Credentials | None = None
+    bandwidth_limit: int | None = None
 
 
 def _parse_address(_context: click.Context, _parameter: click.Parameter, text: str) -> Address:
@@ -98,6 +100,14 @@ def _parse_address(_context: click.Context, _parameter: click.Parameter, text: s
     required=True,
     type=click.Path(path_type=Path),
     help="File with the credentials of the weight store, one a line. All are accepted. Read again when it changes.",
+)
+@click.option(
+    "--staging-bandwidth-limit",
+    "bandwidth_limit",
+    type=click.IntRange(1),
+    metavar="BYTES",
+    show_default="not limited",
+    help="Most bytes per second that the weight store sends to agents, and that it receives from them.",
 )
 @click.option(
     "--snapshots",
@@ -161,8 +171,8 @@ async def _serve(settings: Settings, session: aiohttp.ClientSession, stop: async
     copies = Copies(settings.volume, settings.state_dir)
     receivers = Receivers()
     snapshots = Snapshots(settings.snapshots) if settings.snapshots is not None else None
-    store = Store(copies, receivers, session, snapshots)
-    routes = staging_routes(store)
+    store = Store(copies, receivers, session, snapshots, Bandwidth(settings.bandwidth_limit))
+    routes = staging_routes(store, Bandwidth(settings.bandwidth_limit))
     if settings.kernels is not None and settings.kernels_credentials is not None:
         routes += KernelArchives(settings.kernels, settings.kernels_credentials).routes()
     apps = (

@@ -69,6 +69,8 @@ class IndexReply(Message):
     entries: list[IndexEntry]
     next: int
     """Position after the last of these entries."""
+    received: int = 0
+    """Bytes that the pod has received of the version, also those of unfinished pieces. A pod whose number grows has not stalled."""
 
 
 # --- coordinator -> agent ---------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import aiohttp
 
 from sglang_rollout.agent.staged.saved import SavedVersions
+from sglang_rollout.staging.bandwidth import Bandwidth
 from sglang_rollout.staging.copies import Copies, Copy
 from sglang_rollout.staging.index import StagedError, StagedFault
 from sglang_rollout.staging.pull import pull
@@ -57,15 +58,22 @@ class Stager:
         saved: What is remembered of each version; deleted with its copy.
         session: HTTP session for the parents.
         updates_in_use: Returns the updates whose copies are being loaded, which no call deletes.
+        receiving: Limit of the bytes that all copies receive together.
     """
 
     def __init__(
-        self, copies: Copies, saved: SavedVersions, session: aiohttp.ClientSession, updates_in_use: Callable[[], set[str]]
+        self,
+        copies: Copies,
+        saved: SavedVersions,
+        session: aiohttp.ClientSession,
+        updates_in_use: Callable[[], set[str]],
+        receiving: Bandwidth,
     ) -> None:
         self._copies = copies
         self._saved = saved
         self._session = session
         self._updates_in_use = updates_in_use
+        self._receiving = receiving
         self._running: dict[str, _Copying] = {}
         self._lock = asyncio.Lock()
 
@@ -84,10 +92,10 @@ class Stager:
             if not request.digest:
                 return
             end = time.monotonic() + deadline
-            await _wait(running, request.update, deadline)
+            await self._wait(running, request.update, deadline)
             if _digest(copy) != request.digest:  # the copy began before its digest was known; a copy that knows it asks all parents
                 copy, running = await self._start(request)
-                await _wait(running, request.update, end - time.monotonic())
+                await self._wait(running, request.update, end - time.monotonic())
         except StagedError as error:
             raise RefusedError(Refusal(_CODES.get(error.fault, RefusalCode.CONFLICT), str(error))) from None
 
@@ -116,29 +124,29 @@ class Stager:
                 return copy, None
             if request.update in self._updates_in_use():
                 raise StagedError(f"The copy of update {request.update} is being loaded, and has another digest.", StagedFault.WRONG_DIGEST)
-            work = pull(self._session, request, copy, base=self._copies.newest_besides(request.update))
+            work = pull(self._session, request, copy, base=self._copies.newest_besides(request.update), receiving=self._receiving)
             task = asyncio.create_task(work, name=f"copy of update {request.update}")
             task.add_done_callback(_log_failure)
             self._running[request.update] = _Copying(request, task)
             return copy, task
+
+    async def _wait(self, task: asyncio.Task[VersionEnd] | None, update: str, seconds: float) -> None:
+        """Return when the copy is complete. Raise StagedError if it fails, or is late."""
+        if task is None:
+            return
+        await asyncio.wait({task}, timeout=max(0.0, seconds))
+        if not task.done():
+            message = f"The copy of update {update} is not complete in time; it continues. {self._receiving.describe_limit()}"
+            raise StagedError(message.rstrip(), StagedFault.LATE)
+        if task.cancelled():
+            raise StagedError(f"The copy of update {update} was ended by another call.", StagedFault.DELETED)
+        task.result()
 
     async def _cancel(self, update: str) -> None:
         running = self._running.pop(update, None)
         if running is not None:
             running.task.cancel()
             await asyncio.wait({running.task})
-
-
-async def _wait(task: asyncio.Task[VersionEnd] | None, update: str, seconds: float) -> None:
-    """Return when the copy is complete. Raise StagedError if it fails, or is late."""
-    if task is None:
-        return
-    await asyncio.wait({task}, timeout=max(0.0, seconds))
-    if not task.done():
-        raise StagedError(f"The copy of update {update} is not complete in time; it continues.", StagedFault.LATE)
-    if task.cancelled():
-        raise StagedError(f"The copy of update {update} was ended by another call.", StagedFault.DELETED)
-    task.result()
 
 
 def _digest(copy: Copy) -> str:

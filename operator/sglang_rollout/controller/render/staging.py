@@ -65,8 +65,8 @@ def engine_mounts(rollout: SGLangRollout) -> list[Object]:
 
 def agent_arguments(rollout: SGLangRollout) -> list[str]:
     """Return the arguments that the agent has in addition."""
-    sizes = rollout.spec.engine.parallelism
-    if staging_of(rollout) is None:
+    sizes, staging = rollout.spec.engine.parallelism, staging_of(rollout)
+    if staging is None:
         return []
     return [
         *("--staging-volume", names.STAGED_DIR),
@@ -74,7 +74,14 @@ def agent_arguments(rollout: SGLangRollout) -> list[str]:
         *("--data-listen", f"[::]:{STAGING_PORT}"),
         *("--pipeline-size", str(sizes.pipeline)),
         *(("--data-size", str(sizes.data)) if sizes.data > 1 else ()),
+        *bandwidth_arguments(staging),
     ]
+
+
+def bandwidth_arguments(staging: Staging) -> list[str]:
+    """Return the arguments of an agent and of the weight store that limit what their pod sends and receives."""
+    limit = staging.bandwidth_bytes
+    return [] if limit is None else ["--staging-bandwidth-limit", str(limit)]
 
 
 def agent_ports(rollout: SGLangRollout) -> Object:
@@ -96,8 +103,8 @@ def start_lines(rollout: SGLangRollout) -> str:
 
 def pod_revision(rollout: SGLangRollout) -> Object:
     """Return the settings that change an engine pod; empty with another transport."""
-    staging = staging_of(rollout)
-    return {} if staging is None else staging.model_dump(mode="json", by_alias=True, include={"copies", "size_limit", "medium"})
+    staging, fields = staging_of(rollout), {"copies", "size_limit", "medium", "bandwidth_limit"}
+    return {} if staging is None else staging.model_dump(mode="json", by_alias=True, include=fields, exclude_none=True)
 
 
 def _has_loader(rollout: SGLangRollout) -> bool:

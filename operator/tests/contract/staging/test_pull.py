@@ -214,6 +214,23 @@ async def test_a_parent_without_news_is_replaced_if_the_store_has_some(
     task.cancel()
 
 
+async def test_a_parent_that_receives_slowly_is_kept(
+    pods: list[Pod], tmp_path: Path, data: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a low limit of the bandwidth a piece takes longer than a question for new entries."""
+    monkeypatch.setattr(pulling, "POLL_SECONDS", 0.1)
+    peer, store = pods
+    peer.copy.add_shard(SHARDS[0])
+    store.hold(SHARDS, data)
+    task = asyncio.create_task(pull_into(open_copy(tmp_path), stage_request(pods)))
+    for _ in range(20):
+        peer.copy.note_bytes(1)
+        await asyncio.sleep(0.02)
+    assert not store.pieces_given
+    await until(lambda: store.pieces_given > 0)  # the parent receives no more
+    task.cancel()
+
+
 async def test_a_parent_whose_own_copy_fails_is_replaced_at_once(
     pods: list[Pod], tmp_path: Path, data: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:

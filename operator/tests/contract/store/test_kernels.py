@@ -13,6 +13,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
 from sglang_rollout.credentials import Credentials
+from sglang_rollout.staging.bandwidth import Bandwidth
 from sglang_rollout.staging.copies import Copies
 from sglang_rollout.store import kernels
 from sglang_rollout.store.app import make_data_app
@@ -34,7 +35,7 @@ def folder(tmp_path: Path) -> Path:
 
 async def serve(folder: Path, volume: Path) -> AsyncIterator[Client]:
     async with aiohttp.ClientSession() as http:
-        store = Store(Copies(volume, volume / "state"), Receivers(), http)
+        store = Store(Copies(volume, volume / "state"), Receivers(), http, None, Bandwidth())
         app = make_data_app(store, KernelArchives(folder, Credentials("own")).routes())
         async with TestClient(TestServer(app)) as client:
             yield client
