@@ -87,6 +87,13 @@ class Medium(StrEnum):
     DISK = "Disk"
 
 
+class TrainerPause(StrEnum):
+    """Effect of a trainer's pause."""
+
+    HONOUR = "Honour"
+    DEFER = "Defer"
+
+
 class Staging(ApiModel):
     """Copies of versions beside every engine, with transport `Staged`."""
 
@@ -103,6 +110,10 @@ class Staging(ApiModel):
     bandwidth_limit: str | None = Field(default=None, max_length=32, pattern=SIZE)
     """Maximum bytes per second that an engine pod, or the weight store, receives from the other pods of the fleet, and that it sends to
     them, such as `500Mi`; each direction apart. Bytes between the trainer and the weight store are not limited. Default: no limit."""
+    trainer_pause: TrainerPause = TrainerPause.HONOUR
+    """Effect of a trainer's `/pause_generation`. `Honour`: engines are paused until the trainer continues, also while it sends the version.
+    `Defer`: running requests are aborted or retracted once, as the trainer asks; then engines generate with the old version until they load
+    the new one. Not for all trainers: see docs/how-to/staged.md."""
 
     @property
     def size_bytes(self) -> int:

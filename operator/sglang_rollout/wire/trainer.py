@@ -102,6 +102,8 @@ class FleetDocument(Message):
     """Applied ``spec.state``."""
     held: str = ""
     """Interruption that keeps the engines from serving, as a sentence; empty if there is none."""
+    pause_deferred: bool = False
+    """True while a trainer has paused the fleet and engines generate (``weights.staging.trainerPause: Defer``)."""
     update: str | None = None
     """ID of the open update, with transport Staged; null: none is open."""
     store: StoreRow | None = None

@@ -82,6 +82,7 @@ def make_document(parts: Parts, label: str | None = None) -> FleetDocument:
         adapters=lora.rows(fleet),
         state=fleet.applied_state,
         held=fleet.why_not_generating,
+        pause_deferred=fleet.defers_pause,
         transport=fleet.policy.transport.value,
         update=fleet.update.staged.id if fleet.update is not None and fleet.update.staged is not None else None,
         store=_store_row(fleet),
@@ -311,7 +312,8 @@ async def _loads(parts: Parts) -> list[dict[str, Any]]:
         if status != 200 or not isinstance(body, dict) or not isinstance(body.get("loads"), list):
             reason = body if isinstance(body, str) else f"HTTP {status}"
             raise RefusedError(f"engine {name} does not report its load: {reason.rstrip('.')}. It may be busy; try again.", status=503)
-        loads += [{**load, "dp_rank": len(loads) + index, "engine": name} for index, load in enumerate(body["loads"])]
+        load_now = {"num_running_reqs": 0} if parts.machine.fleet.defers_pause else {}
+        loads += [{**load, **load_now, "dp_rank": len(loads) + index, "engine": name} for index, load in enumerate(body["loads"])]
     return loads
 
 

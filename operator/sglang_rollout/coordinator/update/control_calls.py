@@ -74,14 +74,19 @@ class Handler:
 
 
 def _coordinator_paused(fleet: Fleet, _call: rq.Call, _at: str | None) -> bool:
-    return fleet.pause is None or fleet.pause.cause is not Cause.TRAINER
+    return fleet.requested_pause is None or fleet.requested_pause.cause is not Cause.TRAINER
 
 
 def _opens_another_group(fleet: Fleet, call: rq.Call, _at: str | None) -> bool:
     return isinstance(call, rq.OpenGroup) and call.body.get("group_name", DEFAULT_GROUP_NAME) not in fleet.groups
 
 
-def _repeats_the_label(fleet: Fleet, call: rq.Call, _at: str | None) -> bool:
+def _may_set_label(fleet: Fleet, call: rq.Call, _at: str | None) -> bool:
+    """Return True if the trainer has paused, or repeats the committed label."""
+    return fleet.defers_pause or _repeats_the_label(fleet, call)
+
+
+def _repeats_the_label(fleet: Fleet, call: rq.Call) -> bool:
     return isinstance(call, rq.SetLabel) and fleet.committed is not None and fleet.committed.label == call.label
 
 
@@ -137,7 +142,7 @@ STANDALONE: Table = {
             "no weight update is open, and committed weights keep their version: send new_version before"
             " end_weight_update, or weight_version with the tensors."
         ),
-        exception=_repeats_the_label,
+        exception=_may_set_label,
     ),
     rq.NewRun: Handler(transaction.new_run, NO_UPDATE, Refuse("a weight update is open: end it, then open a new run.")),
     rq.FromDisk: Handler(

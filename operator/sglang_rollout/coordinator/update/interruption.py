@@ -47,6 +47,8 @@ class Interruption:
     """When it began."""
     author: str = ""
     """Caller of the trainer that began it; empty: not known, or no trainer did."""
+    is_deferred: bool = False
+    """True for a trainer's pause that engines do not keep: they generate until they load the version (``staging.trainerPause: Defer``)."""
 
 
 @dataclass
@@ -70,7 +72,13 @@ class Interruptions:
 
     @property
     def pause(self) -> Interruption | None:
-        """The pause by a trainer, for an update or for a lost trainer; None if there is none."""
+        """The pause by a trainer, for an update or for a lost trainer; None if engines may generate."""
+        found = self.requested_pause
+        return None if found is None or found.is_deferred else found
+
+    @property
+    def requested_pause(self) -> Interruption | None:
+        """The same, or a trainer's pause that is deferred. The trainer believes that engines are paused, and its lease applies."""
         return next((found for cause, found in self.in_effect.items() if cause in PAUSES), None)
 
     @property

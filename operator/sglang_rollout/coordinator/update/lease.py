@@ -107,7 +107,11 @@ def _is_anything_open(fleet: Fleet) -> bool:
 
 def _is_busy(fleet: Fleet) -> bool:
     """Return True if a trainer has an open update, a pause or memory of the engines."""
-    return fleet.update is not None or fleet.has_trainer_memory or (fleet.pause is not None and fleet.pause.cause is Cause.TRAINER)
+    return fleet.update is not None or fleet.has_trainer_memory or _is_paused_by_trainer(fleet)
+
+
+def _is_paused_by_trainer(fleet: Fleet) -> bool:
+    return fleet.requested_pause is not None and fleet.requested_pause.cause is Cause.TRAINER
 
 
 def _may_return(fleet: Fleet, caller: str) -> bool:

@@ -49,6 +49,7 @@ from sglang_rollout.coordinator.update.rolling import find_next_load, find_witho
 from sglang_rollout.coordinator.update.snapshots import find_unsent_commit, report_store, send_commit
 from sglang_rollout.coordinator.update.steps import COLLECTIVE, Operation, Results, Say, Step, Turn, turn
 from sglang_rollout.coordinator.update.trainer import Trainer, probe_stores, trainer_stores
+from sglang_rollout.coordinator.update.transaction import defers_pauses
 from sglang_rollout.coordinator.update.upkeep import Upkeep
 from sglang_rollout.coordinator.update.versions import Committed
 from sglang_rollout.wire.reasons import RefusalCode, RefusedError
@@ -259,7 +260,11 @@ class Machine:
     def _is_pause_waiting(self) -> bool:
         """Return True if a call, or a change of ``spec.state``, that ends generation waits for its turn."""
         state = self._postponed.intent.state if self._postponed is not None else FleetState.ACTIVE
-        return state is not FleetState.ACTIVE or any(isinstance(waiting.request, _ENDING_GENERATION) for waiting in self._queue)
+        return state is not FleetState.ACTIVE or any(self._ends_generation(waiting.request) for waiting in self._queue)
+
+    def _ends_generation(self, request: rq.Request | None) -> bool:
+        is_deferred = isinstance(request, rq.Pause) and defers_pauses(self.fleet)
+        return isinstance(request, _ENDING_GENERATION) and not is_deferred
 
     def _take_turn(self, running: _Running) -> Step:
         """Give an operation its turn. Refuse a call if another trainer has taken the fleet while the call waited."""
@@ -360,7 +365,7 @@ class Machine:
         if self.fleet.transaction.joining is not None:
             trainer.others = frozenset()  # dead process groups are closed by then, and the new one may have the address of one of them
         if self.fleet.committed is not None and trainer.should_examine_pause(self.fleet):
-            trainer.probing, trainer.examined_pause, trainer.others = True, self.fleet.pause, frozenset()
+            trainer.probing, trainer.examined_pause, trainer.others = True, self.fleet.requested_pause, frozenset()
             self._advance(_Running(self._find_other_trainers()), None)
         elif self.fleet.committed is not None and trainer.should_probe(self.fleet):
             trainer.probing = True

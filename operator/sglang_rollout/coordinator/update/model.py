@@ -164,6 +164,16 @@ class Fleet:
         return self.interruptions.pause
 
     @property
+    def requested_pause(self) -> Interruption | None:
+        """The same, or a trainer's pause that is deferred."""
+        return self.interruptions.requested_pause
+
+    @property
+    def defers_pause(self) -> bool:
+        """True while a trainer's pause is deferred: engines generate."""
+        return self.requested_pause is not None and self.pause is None
+
+    @property
     def applied_state(self) -> FleetState:
         """The ``spec.state`` that is in effect."""
         return self.interruptions.applied_state

@@ -258,10 +258,10 @@ async def fail_update(
         engine: The engine that failed.
         answer_now: False: the caller of the operation asked for something else and gets its own answer.
     """
-    phase, update, current = fleet.phase, fleet.update, fleet.pause
+    phase, update, current = fleet.phase, fleet.update, fleet.requested_pause
     staged = update.staged if update is not None else None
     part = staged.called if staged is not None else update.boots if update is not None else ()
-    names = list(dict.fromkeys([*part, *(current.engines if current else ())]))
+    names = list(dict.fromkeys([*part, *(fleet.pause.engines if fleet.pause else ())]))
     sentence = reason
     if update is not None:
         update.reason = code

@@ -75,19 +75,20 @@ class Trainer:
 
     def stores(self, fleet: Fleet) -> list[str]:
         """Return the stores (HOST:PORT) whose silence means that it is gone."""
-        paused = fleet.pause is self.examined_pause and fleet.update is None
+        paused = fleet.requested_pause is self.examined_pause and fleet.update is None
         return [master for master in trainer_stores(fleet) if not (paused and master in self.others)]
 
     def should_examine_pause(self, fleet: Fleet) -> bool:
         """Return True if it has just paused: now silent stores belong to other trainers."""
-        pause = fleet.pause
+        pause = fleet.requested_pause
         begun = pause is not None and pause.cause is Cause.TRAINER and pause is not self.examined_pause and fleet.update is None
         there = not self.left and fleet.now - self.heard < JUST_HEARD_SECONDS
         return begun and there and not self.probing and bool(trainer_stores(fleet))
 
     def why_overdue(self, fleet: Fleet) -> str:
         """Return which deadline the pause or the update has exceeded, as a sentence; empty if none."""
-        since = [fleet.pause.since if fleet.pause is not None else None, fleet.update.started if fleet.update is not None else None]
+        pause = fleet.requested_pause
+        since = [pause.since if pause is not None else None, fleet.update.started if fleet.update is not None else None]
         started = min((moment for moment in since if moment is not None), default=fleet.now)
         limits = fleet.policy.deadlines
         if fleet.now - started > limits.total_seconds:
@@ -105,8 +106,9 @@ def trainer_stores(fleet: Fleet) -> list[str]:
     """
     if fleet.transaction.joining is not None:
         return [fleet.transaction.joining]
-    is_paused = fleet.pause is not None and fleet.pause.cause is not Cause.TRAINER_LOST
-    if fleet.update is not None or is_paused or (fleet.policy.trainer_lease.on_loss is OnLoss.PAUSE and fleet.pause is None):
+    pause = fleet.requested_pause
+    is_paused = pause is not None and pause.cause is not Cause.TRAINER_LOST
+    if fleet.update is not None or is_paused or (fleet.policy.trainer_lease.on_loss is OnLoss.PAUSE and pause is None):
         return list(dict.fromkeys(group.master for group in fleet.groups.values() if group.author in {"", fleet.holder}))
     return []
 

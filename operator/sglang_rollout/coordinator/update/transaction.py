@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
+from sglang_rollout.api.weights_spec import TrainerPause
 from sglang_rollout.coordinator.update.commit import commit_open_update
 from sglang_rollout.coordinator.update.events import Result
 from sglang_rollout.coordinator.update.interruption import Cause, Interruption
@@ -40,7 +41,7 @@ from sglang_rollout.sglang.api import ControlCall, MemoryTag
 from sglang_rollout.wire.reasons import RefusedError
 from sglang_rollout.wire.record import UpdateReason
 from sglang_rollout.wire.signed import SignedVersion
-from sglang_rollout.wire.states import describe_state
+from sglang_rollout.wire.states import FleetState, describe_state
 
 
 async def pause(fleet: Fleet, ask: Pause) -> Answer:
@@ -48,7 +49,31 @@ async def pause(fleet: Fleet, ask: Pause) -> Answer:
     failed = await pause_all(fleet, Cause.TRAINER, ask.mode, ask.body)
     if failed is None:
         fleet.hold()
+        if defers_pauses(fleet):
+            return await _defer(fleet)
     return failed or Answer(200, "Generation paused successfully.", {"engines": list(fleet.up())})
+
+
+def defers_pauses(fleet: Fleet) -> bool:
+    """Return True if a trainer's pause is deferred now: engines generate until they load the version."""
+    staging = fleet.policy.staging
+    defers = fleet.is_staged and staging is not None and staging.trainer_pause is TrainerPause.DEFER
+    return defers and fleet.applied_state is FleetState.ACTIVE
+
+
+async def _defer(fleet: Fleet) -> Answer:
+    """Let the engines generate again after SGLang's pause has aborted or retracted their requests."""
+    pause = fleet.pause
+    if pause is None:
+        raise RuntimeError("no pause is in effect that could be deferred")
+    fleet.enter(Phase.RESUME)
+    pause.is_deferred = True
+    results = await resume(fleet, pause.engines)
+    message = (
+        "Generation paused successfully, and the pause is deferred: engines generate with the version that they hold until they load the"
+        " next one (weights.staging.trainerPause: Defer)."
+    )
+    return Answer(200, message, {"deferred": True, "engines": results_by_engine(results)})
 
 
 async def pause_all(fleet: Fleet, cause: Cause, mode: str | None, body: Body) -> Answer | None:
@@ -231,6 +256,9 @@ async def flush(fleet: Fleet, ask: Flush, at: str | None = None) -> Answer:
             return committed
         # The commit has flushed the caches while no request ran. Requests run again now, and an engine refuses to flush while one runs.
         return Answer(200, "Cache flushed on all engines.", committed.fleet)
+    if at is None and fleet.defers_pause:
+        # Engines refuse to flush while requests run, and trainers repeat the call.
+        return Answer(200, "The pause is deferred, so the engines flush their caches when they load the version.", {"deferred": True})
     names = [name for name in fleet.up() if at is None or name == at]
     if not names:
         raise RefusedError("No engine of this fleet is up, so there is no cache to flush. Try again.", status=503)
@@ -246,7 +274,7 @@ async def flush(fleet: Fleet, ask: Flush, at: str | None = None) -> Answer:
 
 def _commits_by_flush(fleet: Fleet) -> bool:
     """Return True if the trainer of the open update has neither paused nor opened a session."""
-    update, current = fleet.update, fleet.pause
+    update, current = fleet.update, fleet.requested_pause
     if update is None or update.trainer_session:
         return False
     if update.staged is not None:
@@ -258,7 +286,7 @@ async def set_label(fleet: Fleet, ask: SetLabel, _at: str | None = None) -> Answ
     """Set the trainer's label for the version that its update becomes. Engines report it after the commit."""
     if fleet.update is not None:
         fleet.update.label = ask.label
-    elif fleet.pause is not None:
+    elif fleet.requested_pause is not None:
         fleet.transaction.label = ask.label
     return Answer(200, f"Weight version updated to {ask.label}")
 

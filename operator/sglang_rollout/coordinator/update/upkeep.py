@@ -104,7 +104,8 @@ class Upkeep:
     def _abandoned(self) -> str | None:
         """Return why an update, or a pause that must end, is given up."""
         fleet, trainer = self._fleet, self._trainer
-        if fleet.update is None and (fleet.pause is None or fleet.pause.cause is Cause.TRAINER_LOST):
+        pause = fleet.requested_pause
+        if fleet.update is None and (pause is None or pause.cause is Cause.TRAINER_LOST):
             return None
         reason = trainer.gone or trainer.why_overdue(fleet)
         if not reason:
@@ -126,7 +127,7 @@ class Upkeep:
 
     def _lost_trainer(self) -> bool | None:
         fleet, trainer = self._fleet, self._trainer
-        if fleet.update is not None or fleet.pause is not None or not trainer.gone:
+        if fleet.update is not None or fleet.requested_pause is not None or not trainer.gone:
             return None
         trainer.gone = ""  # whatever this trainer had open has ended
         pauses = fleet.policy.trainer_lease.on_loss is OnLoss.PAUSE and fleet.applied_state is FleetState.ACTIVE and fleet.up()
@@ -207,7 +208,7 @@ async def apply_desired_state(fleet: Fleet) -> Answer:
 
 async def _before_sleep(fleet: Fleet) -> None:
     """Abandon the trainer's pause and note checksums. Agents release the memory when they receive the new state."""
-    if fleet.pause is not None and fleet.pause.cause is not Cause.TRAINER_LOST:
+    if fleet.requested_pause is not None and fleet.requested_pause.cause is not Cause.TRAINER_LOST:
         await abandon(fleet, UpdateReason.ASLEEP, describe_state(FleetState.ASLEEP))
     fleet.interruptions.end_pause()
     await memory.note_checksums(fleet)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_rollout.api.intent import WantedStore
-from sglang_rollout.api.weights_spec import Activation, ActivationStrategy, Staging, Transport, VersionPolicy, Weights
+from sglang_rollout.api.weights_spec import Activation, ActivationStrategy, Staging, TrainerPause, Transport, VersionPolicy, Weights
 from sglang_rollout.coordinator.update import requests as rq
 from sglang_rollout.coordinator.update.events import Result, Send, StoreSeen
 from sglang_rollout.coordinator.update.requests import Answer
@@ -159,7 +159,14 @@ class StagedWorld(World):
     """A state machine, its agents, its weight store, and the store of its record."""
 
     def __init__(
-        self, engines: int = 2, min_committed: int | str | None = None, *, copies: int = 2, in_turn: int | str | None = None, **policy: Any
+        self,
+        engines: int = 2,
+        min_committed: int | str | None = None,
+        *,
+        copies: int = 2,
+        in_turn: int | str | None = None,
+        trainer_pause: TrainerPause = TrainerPause.HONOUR,
+        **policy: Any,
     ) -> None:
         """Start a fleet. ``in_turn``: engines that load at a time; None: all at once."""
         if in_turn is not None:
@@ -168,7 +175,7 @@ class StagedWorld(World):
         self.store = SimulatedStore()
         self.uploads = itertools.count(1)
         super().__init__([1] * engines, min_committed)
-        staging = Staging(size_limit="1Gi", copies=copies, fanout=2)
+        staging = Staging(size_limit="1Gi", copies=copies, fanout=2, trainer_pause=trainer_pause)
         self.policy = Weights(min_committed=min_committed, transport=Transport.STAGED, staging=staging, **policy)
         self.wanted_store = WantedStore(name="demo-store", url="http://store", data_url="http://store-data")
         self.connect()

@@ -196,7 +196,9 @@ def test_an_engine_restarts_for_its_volume_and_not_for_the_rest_of_staging() -> 
     assert revision(rollout()) != plain
     for changed in ({"sizeLimit": "21Gi"}, {**STAGING, "copies": 1}, {**STAGING, "medium": "Disk"}, {**STAGING, "bandwidthLimit": "1Gi"}):
         assert revision(rollout(staging=changed)) != revision(rollout())
-    assert revision(rollout(staging={**STAGING, "fanout": 9}, store={"resources": {"requests": {"cpu": "3"}}})) == revision(rollout())
+    assert revision(
+        rollout(staging={**STAGING, "fanout": 9, "trainerPause": "Defer"}, store={"resources": {"requests": {"cpu": "3"}}})
+    ) == revision(rollout())
 
 
 # --- plan --------------------------------------------------------------------------------------------------------------
