@@ -180,14 +180,33 @@ class Activation(ApiModel):
     """Engines that load a version at a time, with `Rolling`: a number, or a share of `replicas` such as `25%`, rounded down, at least 1."""
 
 
+class StoreGPU(ApiModel):
+    """One GPU of the weight store. `gpu: {}` takes the default."""
+
+    resource: str = Field(default="nvidia.com/gpu", min_length=1, max_length=253)
+    """Extended resource of one GPU."""
+
+
 class Store(ApiModel):
     """The pod that receives versions from the trainer and feeds the engine pods, with transport `Staged`."""
+
+    model_config = with_rules(
+        rule(
+            "!has(self.gpu) || !has(self.resources) || !has(self.resources.limits) || !(self.gpu.resource in self.resources.limits)",
+            "weights.store.resources must not set the GPU resource: the operator sets one GPU from weights.store.gpu. Leave it out of"
+            " resources.",
+            field=".resources",
+        ),
+    )
 
     resources: Resources = Resources()
     """CPU and memory of the container store, without the memory of versions. Values that are set replace the defaults of
     docs/operations/sizing.md."""
     scheduling: Placement = Placement()
-    """Node of the weight store. `spec.scheduling` does not apply to it, because the weight store needs no GPU."""
+    """Node of the weight store. `spec.scheduling` applies to it only with `gpu`: then its node selector, its tolerations and its node
+    affinity replace those that are not set here."""
+    gpu: StoreGPU | None = None
+    """A GPU, with which the weight store also receives process groups with the backend `nccl`. Without it only `gloo`."""
     snapshots: StoreSnapshots | None = None
     """Snapshots of committed versions. Without them a fleet whose pods all end at the same time waits for the next push."""
 

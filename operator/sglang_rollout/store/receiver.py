@@ -37,10 +37,34 @@ class Member:
 
     SGLang's ``init_custom_process_group``: a TCP store at the trainer's address, then ``PrefixStore(<group>)``, into which torch puts
     ``<group>/`` and ``<device>/``.
+
+    Args:
+        host: Address of the trainer's TCP store.
+        port: Its port.
+        group: Name of the process group.
+        rank: Rank of this process.
+        world_size: Number of ranks.
+        backend: ``gloo``, which receives into host memory, or ``nccl``, which receives into the memory of a GPU.
+        deadline: Seconds to join.
+        device: Device whose memory receives; None: the one that the backend needs.
     """
 
-    def __init__(self, *, host: str, port: int, group: str, rank: int, world_size: int, backend: str, deadline: float) -> None:
+    def __init__(
+        self,
+        *,
+        host: str,
+        port: int,
+        group: str,
+        rank: int,
+        world_size: int,
+        backend: str,
+        deadline: float,
+        device: str | None = None,
+    ) -> None:
         self._is_gloo = backend == "gloo"
+        if not self._is_gloo and not torch.cuda.is_available():
+            raise RuntimeError(f"backend {backend} needs a GPU, and torch finds none beside the weight store (weights.store.gpu)")
+        self._device = device if device is not None or self._is_gloo else "cuda:0"
         limit = timedelta(seconds=deadline)
         store = dist.TCPStore(host, port, None, False, timeout=limit, wait_for_workers=False)
         prefixed = dist.PrefixStore(group, store)
@@ -56,17 +80,22 @@ class Member:
 
     def receive(self, buffer: Any, deadline: float) -> None:
         """Receive one broadcast of rank 0 into a byte tensor in host memory. An empty tensor is broadcast, too, as in SGLang."""
-        if self._is_gloo:
-            options = dist.BroadcastOptions()
-            options.rootRank = options.rootTensor = 0
-            options.timeout = timedelta(seconds=deadline)
-            self._group.broadcast([buffer], options).wait()
+        if self._device is None:
+            self._broadcast(buffer, deadline)
             return
-        # NCCL reads and writes device memory only. Not run yet: it needs a GPU beside the store.
-        device = torch.device("cuda", torch.cuda.current_device())
-        arrived = torch.empty(buffer.numel(), dtype=torch.uint8, device=device)
-        dist.broadcast(arrived, src=0, group=self._group, async_op=True).wait()
+        arrived = torch.empty(buffer.numel(), dtype=torch.uint8, device=self._device)
+        self._broadcast(arrived, deadline)
         buffer.copy_(arrived)  # blocks until the copy is complete, because the host memory is pageable
+
+    def _broadcast(self, buffer: Any, deadline: float) -> None:
+        if not self._is_gloo:
+            # The store kills this process at the deadline. NCCL was not run yet, because it needs a GPU beside the store.
+            dist.broadcast(buffer, src=0, group=self._group, async_op=True).wait()
+            return
+        options = dist.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        options.timeout = timedelta(seconds=deadline)
+        self._group.broadcast([buffer], options).wait()
 
 
 def _join_with_helper(store: Any, *, group: str, rank: int, world_size: int, backend: str, limit: timedelta) -> Any:

@@ -135,4 +135,10 @@ def _describe_failure(fleet: FleetView) -> str:
         return end_sentence(f"The pod of StatefulSet {name} cannot be created: {error}") if error else ""
     if (trouble := pod.find_trouble()) and trouble.kind is not TroubleKind.RESTART:
         return end_sentence(f"Pod {pod.name}: {trouble.text}")
-    return end_sentence(f"Pod {pod.name}: no node can take it: {pod.scheduler_message}") if pod.scheduler_message else ""
+    if not pod.scheduler_message:
+        return ""
+    why = end_sentence(f"Pod {pod.name}: no node can take it: {pod.scheduler_message}")
+    gpu = fleet.rollout.spec.weights.store.gpu if fleet.rollout is not None and fleet.rollout.spec.weights.store is not None else None
+    if gpu is None or gpu.resource not in pod.scheduler_message:
+        return why
+    return f"{why} It asks for one {gpu.resource} (weights.store.gpu), beside those of the engines."

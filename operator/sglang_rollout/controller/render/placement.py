@@ -8,6 +8,7 @@ from typing import Any
 from sglang_rollout.api.scheduling_spec import GangScope, Placement, Spread
 from sglang_rollout.api.sharing_spec import ENGINE_INDEX
 from sglang_rollout.api.v1alpha1 import SGLangRollout
+from sglang_rollout.api.weights_spec import Store
 from sglang_rollout.controller.render import names
 from sglang_rollout.controller.render.common import Object, child
 from sglang_rollout.kube.resources import POD_GROUPS
@@ -49,9 +50,15 @@ def router_placement(rollout: SGLangRollout) -> Object:
     return _placement(scheduling, scheduling.affinity, scheduling.priority_class_name)
 
 
-def store_placement(placement: Placement) -> Object:
-    """Return the fields of the weight store's pod that say where it may run."""
-    return _placement(placement, placement.affinity, placement.priority_class_name)
+def store_placement(rollout: SGLangRollout) -> Object:
+    """Return the fields of the weight store's pod that say where it may run. A pod with a GPU needs a node like those of engines."""
+    store, engines = rollout.spec.weights.store or Store(), rollout.spec.scheduling
+    placement = store.scheduling
+    fields = _placement(placement, placement.affinity, placement.priority_class_name)
+    if store.gpu is None:
+        return fields
+    node_affinity = {key: value for key, value in (engines.affinity or {}).items() if key == "nodeAffinity"}
+    return {**_placement(engines, node_affinity, None), **fields}
 
 
 def _placement(scheduling: Placement, affinity: Any, priority: str | None) -> Object:

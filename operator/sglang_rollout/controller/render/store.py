@@ -111,7 +111,7 @@ def _pod_spec(rollout: SGLangRollout, settings: Settings, staging: Staging) -> O
     return {
         **{key: engine[key] for key in _COPIED_FIELDS if key in engine},
         "terminationGracePeriodSeconds": GRACE_SECONDS,
-        **store_placement(store.scheduling),
+        **store_placement(rollout),
         "initContainers": [_package(settings)],
         "containers": [{**_store(rollout, staging, store), "securityContext": _security_context(engine)}],
         "volumes": [
@@ -164,7 +164,7 @@ def _store(rollout: SGLangRollout, staging: Staging, store: Store) -> Object:
         "startupProbe": http_probe(STORE_HEALTH, STORE_PORT, periodSeconds=2, timeoutSeconds=3, failureThreshold=150),
         "readinessProbe": http_probe(STORE_HEALTH, STORE_PORT, periodSeconds=5, timeoutSeconds=3, failureThreshold=3),
         "livenessProbe": http_probe(STORE_HEALTH, STORE_PORT, periodSeconds=10, timeoutSeconds=5, failureThreshold=6),
-        "resources": add_staged_bytes(own_resources("store", store.resources), staging),
+        "resources": _resources(store, staging),
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": [
             {"name": STAGED_VOLUME, "mountPath": names.STAGED_DIR},
@@ -176,6 +176,14 @@ def _store(rollout: SGLangRollout, staging: Staging, store: Store) -> Object:
             *kernels.store_mounts(rollout),
         ],
     }
+
+
+def _resources(store: Store, staging: Staging) -> Object:
+    """Return the resources of the store. An extended resource must be a limit; Kubernetes copies it to the requests."""
+    resources = add_staged_bytes(own_resources("store", store.resources), staging)
+    if store.gpu is not None:
+        resources["limits"] = {**resources["limits"], store.gpu.resource: "1"}
+    return resources
 
 
 def _snapshot_volumes(store: Store) -> list[Object]:

@@ -83,6 +83,7 @@ async def check_group_request(fleet: Fleet, ask: OpenGroup) -> CheckedGroup:
     asked_at, boots = fleet.now, require_members(fleet)
     spec = _check_request(fleet, ask.body)
     backend = spec.backend or fleet.policy.backend.value
+    _refuse_without_gpu(fleet, backend)
     check_nccl(fleet, boots, backend, ask.body)
     master = ask.master or Master(spec.host)
     spec = replace(spec, host=_allowed_address(fleet, master))
@@ -271,6 +272,17 @@ async def _leave(fleet: Fleet, group: Group) -> Results:
 
 
 # --- NCCL -----------------------------------------------------------------------------------------------------------
+
+
+def _refuse_without_gpu(fleet: Fleet, backend: str) -> None:
+    """Raise RefusedError for a process group with the weight store that needs a GPU there, and the weight store has none."""
+    store = fleet.policy.store
+    if fleet.is_staged and backend == "nccl" and (store is None or store.gpu is None):
+        raise RefusedError(
+            "The weight store has no GPU, so it joins no process group with backend nccl. Set weights.store.gpu, or open the process group"
+            " with backend gloo. A trainer that names no backend gets weights.backend.",
+            fleet=fleet.advice(),
+        )
 
 
 def check_nccl(fleet: Fleet, names: Iterable[str], backend: str, said: Mapping[str, Any]) -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
+from e2e.engine import environment
 from e2e.kube import eventually
 
 from sglang_rollout.staging.copies import MANIFEST
 from sglang_rollout.wire.ports import STORE_RECEIVE
 from tests.contract.support.engine_servers import Peer
 from tests.contract.support.store_process import StoreProcess, TensorRow, new_update, shard_of
+from tests.support.paths import OPERATOR
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -139,6 +143,63 @@ def test_a_group_under_the_same_name_replaces_the_first(store: StoreProcess, tra
     store.receive(first, update, LARGE, flat=True)
     sealed(store, update)
     assert store.data_digest(update, 0) == digest
+
+
+def test_a_process_group_over_nccl_is_refused_without_a_gpu(store: StoreProcess, trainer: Peer) -> None:
+    trainer.send_command("open", group="n")
+    body = {
+        "group_name": "n",
+        "master_address": "127.0.0.1",
+        "master_port": trainer.read_answer()["port"],
+        "backend": "nccl",
+        "deadline": 60,
+    }
+    status, reply = store.call("/store/join", body)
+    assert (status, reply["code"]) == (502, "UpstreamFailed")
+    assert "backend nccl needs a GPU, and torch finds none beside the weight store (weights.store.gpu)." in reply["message"]
+    assert store.status()["groups"] == []
+
+
+THROUGH_A_DEVICE = """
+import io, sys, threading
+from datetime import timedelta
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from sglang_rollout.store import receiver
+path, seconds = Path(sys.argv[1]), 60.0
+sizes = [20_000_000, 0, 3]
+sent = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
+master = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+
+def send():
+    store = master
+    for part in ("g", "g/", "cpu/"):
+        store = dist.PrefixStore(part, store)
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout, options._devices = timedelta(seconds=seconds), [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    group = dist.ProcessGroupGloo(store, 0, 2, options)
+    for tensor in sent:
+        wanted = dist.BroadcastOptions()
+        wanted.rootRank = wanted.rootTensor = 0
+        group.broadcast([tensor], wanted).wait()
+
+threading.Thread(target=send, daemon=True).start()
+where = dict(host="127.0.0.1", port=master.port, group="g", rank=1, world_size=2, backend="gloo", deadline=seconds)
+member = receiver.Member(**where, device="cpu")
+receiver.receive_into_file(member, io.StringIO(), path=path, data_start=5, sizes=sizes, deadline=seconds)
+assert path.read_bytes() == b"head:" + b"".join(tensor.numpy().tobytes() for tensor in sent)
+"""
+
+
+def test_bytes_that_arrive_in_the_memory_of_a_device_are_copied_into_the_shard(engine_environment: None, tmp_path: Path) -> None:
+    """As with NCCL, which does not run here: memory of the processor takes the place of the GPU's, and gloo that of NCCL."""
+    shard = tmp_path / "shard"
+    shard.write_bytes(b"head:" + bytes(20_000_003))
+    command = [str(environment.python(make=False)), "-c", THROUGH_A_DEVICE, str(shard)]
+    path = os.pathsep.join([str(OPERATOR), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_an_address_where_no_store_listens_is_refused_at_the_deadline(store: StoreProcess) -> None:

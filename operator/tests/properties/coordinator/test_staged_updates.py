@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from sglang_rollout.api.weights_spec import Backend, Store, StoreGPU
 from sglang_rollout.coordinator.update import events as ev
 from sglang_rollout.coordinator.update import requests as rq
 from sglang_rollout.coordinator.update.phases import Phase
@@ -48,6 +49,18 @@ def test_a_push_through_a_process_group_is_staged_loaded_and_served() -> None:
     assert (answer.fleet["state"], answer.fleet["outcome"]) == ("committed", "Committed")
     assert serves(world, "1/1")
     assert last(world).phases_ms.keys() >= {"stage", "canary", "activate", "commit", "resume"}
+
+
+def test_a_process_group_over_nccl_needs_a_gpu_of_the_weight_store() -> None:
+    """A trainer that names no backend gets that of the spec."""
+    for store, status in ((None, 400), (Store(), 400), (Store(gpu=StoreGPU()), 200)):
+        world = StagedWorld(2, backend=Backend.NCCL, store=store)
+        refused = world.open_group()
+        assert refused.status == status, refused.message
+        assert status == 200 or "Set weights.store.gpu, or open the process group with backend gloo." in refused.message
+        assert world.store.groups == (["g"] if status == 200 else [])
+        body = {"master_address": "10.0.0.9", "master_port": 7, "rank_offset": 1, "group_name": "h", "world_size": 2, "backend": "gloo"}
+        assert world.do(rq.OpenGroup(body)).success
 
 
 def test_one_engine_loads_first_and_the_record_is_written_before_the_others() -> None:

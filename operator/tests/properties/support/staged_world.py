@@ -9,7 +9,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_rollout.api.intent import WantedStore
-from sglang_rollout.api.weights_spec import Activation, ActivationStrategy, Staging, TrainerPause, Transport, VersionPolicy, Weights
+from sglang_rollout.api.weights_spec import (
+    Activation,
+    ActivationStrategy,
+    Backend,
+    Staging,
+    TrainerPause,
+    Transport,
+    VersionPolicy,
+    Weights,
+)
 from sglang_rollout.coordinator.update import requests as rq
 from sglang_rollout.coordinator.update.events import Result, Send, StoreSeen
 from sglang_rollout.coordinator.update.requests import Answer
@@ -176,6 +185,7 @@ class StagedWorld(World):
         self.uploads = itertools.count(1)
         super().__init__([1] * engines, min_committed)
         staging = Staging(size_limit="1Gi", copies=copies, fanout=2, trainer_pause=trainer_pause)
+        policy = {"backend": Backend.GLOO, **policy}
         self.policy = Weights(min_committed=min_committed, transport=Transport.STAGED, staging=staging, **policy)
         self.wanted_store = WantedStore(name="demo-store", url="http://store", data_url="http://store-data")
         self.connect()

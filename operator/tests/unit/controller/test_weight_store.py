@@ -158,6 +158,22 @@ def test_the_store_has_the_network_settings_of_the_engines_and_nodes_of_its_own(
     assert {one["name"] for one in spec["containers"][0]["env"]} == {"HOME", "PYTHONUNBUFFERED", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}
     assert spec["priorityClassName"] == "weights"
     assert "nodeSelector" not in spec
+    assert spec["containers"][0]["resources"]["limits"].keys() == {"memory"}
+
+
+def test_a_store_with_a_gpu_runs_on_a_node_like_those_of_the_engines() -> None:
+    like_engines = {
+        "nodeSelector": {"gpu": "yes"},
+        "tolerations": [{"key": "gpu", "operator": "Exists"}],
+        "affinity": {"nodeAffinity": {"a": 1}, "podAntiAffinity": {"b": 2}},
+        "priorityClassName": "engines",
+    }
+    own = {"gpu": {"resource": "amd.com/gpu"}, "scheduling": {"nodeSelector": {"gpu": "small"}}}
+    spec = pod_of(rollout(store=own, scheduling=like_engines, podTemplate={"spec": {"runtimeClassName": "nvidia"}}))
+    assert spec["containers"][0]["resources"]["limits"]["amd.com/gpu"] == "1"
+    assert (spec["nodeSelector"], spec["tolerations"]) == ({"gpu": "small"}, like_engines["tolerations"])
+    assert spec["affinity"] == {"nodeAffinity": {"a": 1}}, "other pods of the engines' affinity do not concern it"
+    assert (spec["runtimeClassName"], "priorityClassName" in spec) == ("nvidia", False)
 
 
 def test_the_init_container_copies_a_package_that_the_start_script_finds(tmp_path: Path) -> None:
@@ -380,6 +396,18 @@ def test_status_says_why_the_store_is_not_ready(store: Object | None, says: str,
     assert condition(found, "Degraded")["status"] == degraded
     assert condition(found, "Available")["status"] == "True"
     assert found["ready"] == "2/2"
+
+
+def test_status_says_that_the_store_asks_for_a_gpu_if_no_node_has_one() -> None:
+    lacking = {
+        "conditions": [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "3 Insufficient nvidia.com/gpu."}]
+    }
+    for store, asks in (({"gpu": {}}, True), (None, False)):
+        wanted = staged(store=store)
+        pods = [engine(0, wanted), engine(1, wanted), store_pod(wanted, up=False, status=lacking)]
+        message = ready(fleet(pods, record(row(0), row(1)), wanted))[2]
+        assert "no node can take it: 3 Insufficient nvidia.com/gpu." in message
+        assert message.endswith("It asks for one nvidia.com/gpu (weights.store.gpu), beside those of the engines.") is asks
 
 
 def test_status_quotes_why_the_pod_of_the_store_cannot_be_created() -> None:
