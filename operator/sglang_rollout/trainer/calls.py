@@ -34,6 +34,8 @@ R = TypeVar("R")
 
 CONNECT_SECONDS = 5.0
 """A TCP connection inside a cluster either opens within a few milliseconds or hangs on a dropped packet."""
+_MAX_NESTING = 8
+"""Errors inside each other that are searched for the first one."""
 PART_BYTES = 256 << 10
 """Bytes that a connection gets at a time."""
 
@@ -155,7 +157,7 @@ class Http:
         except requests.exceptions.RequestException as error:
             if refused := _certificate_error(error):
                 raise FleetUntrusted(self._distrust(refused)) from error
-            raise FleetUnreachable(f"{self.url}{path} could not be reached: {error}") from error
+            raise FleetUnreachable(f"{self.url}{path} could not be reached: {_innermost_reason(error)}.") from error
 
     def _distrust(self, error: ssl.SSLCertVerificationError) -> str:
         """Return why the certificate was not accepted, and what to change."""
@@ -208,6 +210,17 @@ class Http:
             code = reply.get("code")
             raise FleetRefused(path, response.status_code, refusal_reason(response), details, code=code if isinstance(code, str) else None)
         return reply
+
+
+def _innermost_reason(error: requests.exceptions.RequestException) -> str:
+    """Return what the operating system says about a failed call, such as ``Connection refused``; else the text of requests."""
+    found: BaseException | None = error
+    for _ in range(_MAX_NESTING):
+        if isinstance(found, OSError) and not isinstance(found, requests.exceptions.RequestException):
+            return (found.strerror or str(found)).rstrip(".")
+        inner = [found.__cause__, getattr(found, "reason", None), *found.args] if found is not None else []
+        found = next((each for each in inner if isinstance(each, BaseException)), None)
+    return str(error).rstrip(".")
 
 
 def _certificate_error(error: requests.exceptions.RequestException) -> ssl.SSLCertVerificationError | None:

@@ -19,7 +19,7 @@ from sglang_rollout.staging.index import StagedError
 from sglang_rollout.trainer.calls import Http
 from sglang_rollout.trainer.credentials import find_credentials
 from sglang_rollout.trainer.errors import FleetError
-from sglang_rollout.weights.fleet import FleetWeights, Row
+from sglang_rollout.weights.fleet import FleetWeights, Row, list_rows
 from sglang_rollout.weights.folder import ExportError, copy_snapshot, find_snapshot, list_folder, new_folder, write_index
 
 URL_VARIABLE = "SGLANG_ROLLOUT_URL"
@@ -58,11 +58,15 @@ def command() -> None:
 @click.option("--output", type=click.Choice(["table", "json"]), default="table", show_default=True, help="Format of the list.")
 def ls(*, url: str | None, token_file: Path | None, ca: Path | None, snapshots: Path | None, output: str) -> None:
     """List the versions in the fleet, and its snapshots."""
+    is_old = False
     with _errors():
         if snapshots is not None and _only_folder(url):
             rows = [row for row, _ in list_folder(snapshots)]
         else:
-            rows = _fleet(url, token_file, ca).rows()
+            document = _fleet(url, token_file, ca).document()
+            rows, is_old = list_rows(document), document.store is not None and not document.store.up
+    if is_old:
+        click.echo("The weight store does not answer: the list shows what it had when it answered last.", err=True)
     if output == "json":
         click.echo(json.dumps([_as_json(row) for row in rows], indent=2))
         return
@@ -76,7 +80,7 @@ def ls(*, url: str | None, token_file: Path | None, ca: Path | None, snapshots: 
 def verify(*, version: str | None, url: str | None, token_file: Path | None, ca: Path | None, snapshots: Path | None) -> None:
     """Compare snapshots with their digests.
 
-    Without VERSION all snapshots are read. The exit code is 1 if one differs.
+    VERSION is a label, run/step, or the ID of an update. Without VERSION all snapshots are read. The exit code is 1 if one differs.
     """
     damaged = False
     with _errors():
@@ -111,7 +115,10 @@ def verify(*, version: str | None, url: str | None, token_file: Path | None, ca:
 def export(
     *, version: str, target: Path, model: Path | None, url: str | None, token_file: Path | None, ca: Path | None, snapshots: Path | None
 ) -> None:
-    """Write a version as safetensors files into a new folder. With --model SGLang and from_pretrained() load the folder."""
+    """Write a version as safetensors files into a new folder. With --model SGLang and from_pretrained() load the folder.
+
+    VERSION is a label, run/step, or the ID of an update.
+    """
     with _errors(), click.progressbar(length=100, label=f"Version {version}") as bar:
         if snapshots is not None and _only_folder(url):
             found = find_snapshot(snapshots, version)
@@ -140,7 +147,7 @@ def restore(
 ) -> None:
     """Serve an earlier version again.
 
-    It becomes a new version, which the fleet stages, tries and commits like a push.
+    VERSION is a label, run/step, or the ID of an update. It becomes a new version, which the fleet stages, tries and commits like a push.
     """
     with _errors():
         found = _fleet(url, token_file, ca).restore(version, label, timeout, take_over=take_over)

@@ -18,7 +18,7 @@ from sglang_rollout.coordinator.update.requests import Body, Upload, WithdrawUpl
 from sglang_rollout.coordinator.update.store import STORE
 from sglang_rollout.coordinator.update.versions import MAX_LABEL_CHARACTERS
 from sglang_rollout.staging.choose import NoSuchVersionError, choose_version
-from sglang_rollout.wire.ports import FLEET_UPDATES, STAGED, STORE_READ, STORE_VERIFY
+from sglang_rollout.wire.ports import FLEET, FLEET_UPDATES, STAGED, STORE_READ, STORE_VERIFY
 from sglang_rollout.wire.reasons import RefusedError, quote_value
 from sglang_rollout.wire.staged import UPDATE_PATTERN, StoreReadReply, StoreReadRequest, StoreVerifyReply, StoreVerifyRequest
 from sglang_rollout.wire.states import Version
@@ -96,7 +96,7 @@ async def _ask_again(parts: Parts, body: dialects.Fields) -> Upload:
     try:
         update = choose_version(name, known)
     except NoSuchVersionError as error:
-        raise RefusedError(f"from: {error}", status=404) from None
+        raise RefusedError(str(error), status=404) from None
     found = await _describe_version(parts, update)
     version = found.version or known[update]
     return Upload(tuple(found.shards), label or _label_again(parts, version), source=update)
@@ -116,8 +116,13 @@ async def _describe_version(parts: Parts, update: str, ticket: str = "") -> Stor
 
 async def _call_store(parts: Parts, path: str, body: Body, seconds: float) -> Any:
     """Return the answer of the weight store to a read. Raises RefusedError with its refusal."""
-    if parts.machine.fleet.store is None:
+    store = parts.machine.fleet.store
+    if store is None:
         raise RefusedError("This fleet has no weight store (weights.transport: Staged).", status=404)
+    if not store.is_up:
+        raise RefusedError(
+            f"The weight store {store.wanted.name} does not answer. Try again when GET {FLEET} shows that it is up.", status=503
+        )
     status, answer = await parts.agents.ask(STORE, path, body, seconds)
     if status == 200:
         return answer

@@ -105,11 +105,11 @@ def check_held(lab: Fleet, scale: float, version: str) -> None:
     assert document["update"] is None
 
 
-def kill(lab: Fleet, part: str) -> None:
-    """Kill one process of the fleet, such as ``store --name local-store``. ``sglang-rollout local`` starts it again."""
+def kill(lab: Fleet, part: str, number: int = signal.SIGKILL) -> None:
+    """Send a signal to one process of the fleet, such as ``store --name local-store``. ``sglang-rollout local`` restarts it if it ends."""
     listed = subprocess.run(["ps", "-eo", "pid=,args=", "-ww"], capture_output=True, text=True, check=True).stdout
     lines = [line for line in listed.splitlines() if f" {part} " in line and str(lab.folder) in line]
-    os.kill(int(lines[0].split()[0]), signal.SIGKILL)
+    os.kill(int(lines[0].split()[0]), number)
 
 
 def kill_store(lab: Fleet) -> None:

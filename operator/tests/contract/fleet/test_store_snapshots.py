@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,10 +18,11 @@ from e2e.kube import eventually
 
 from sglang_rollout.checkpoints.folder import read_model
 from sglang_rollout.checkpoints.snapshots import list_snapshots
+from sglang_rollout.local.plan import STORE
 from sglang_rollout.staging.copies import shard_file
 from sglang_rollout.testing import expected_tokens
 from sglang_rollout.testing.policy import read_folder
-from tests.contract.fleet.test_staged import SECONDS, check_held, uploader
+from tests.contract.fleet.test_staged import SECONDS, check_held, kill, uploader
 from tests.contract.support.trainer_dialects import REFERENCE, Fleet, fleet
 
 pytestmark = [pytest.mark.engine, pytest.mark.router, pytest.mark.timeout(600)]
@@ -141,6 +143,11 @@ def test_versions_are_listed_verified_and_exported(tmp_path: Path) -> None:
         assert not (tmp_path / "lost").exists()
         assert uploads.push(scale, "8")["state"] == "committed"
         wait_for_snapshot(lab, "8")
+        kill(lab, f"store --name {STORE}", signal.SIGSTOP)
+        eventually("the store is away", lambda: not lab.document()["store"]["up"], within=SECONDS)
+        assert "The weight store does not answer: the list shows what it had" in weights("ls", "--url", lab.url)
+        assert "The weight store local-store does not answer" in weights("verify", "--url", lab.url, code=1)
+        kill(lab, f"store --name {STORE}", signal.SIGCONT)
     printed = weights("export", "8", "--snapshots", directory, "--to", str(tmp_path / "bare"))
     assert "It has no config and no tokenizer" in printed
     weights("export", "8", "--snapshots", directory, "--to", str(tmp_path / "from-folder"), "--model", str(model))

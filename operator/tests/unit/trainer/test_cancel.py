@@ -15,6 +15,7 @@ from sglang_rollout.testing import StandIn
 from sglang_rollout.trainer import FailedPrompt, Fleet, GenerateFailed, connect, connect_engine
 from sglang_rollout.trainer.calls import Cancellation, Http
 from sglang_rollout.trainer.errors import FleetUnreachable
+from tests.support.ports import free_port
 from tests.unit.trainer.support.scripted_fleet import FakeFleet, Reply
 
 
@@ -133,8 +134,17 @@ def test_a_cancelled_session_can_be_used_again(fake: FakeFleet, script: Script) 
     http, cancellation = Http(fake.url), Cancellation()
     assert http.send("POST", "/generate", {"text": "a"}, timeout=5, cancellation=cancellation).ok
     cancellation.cancel()
-    with pytest.raises(FleetUnreachable, match="could not be reached"):
+    with pytest.raises(FleetUnreachable, match=r"/generate could not be reached: the call was cancelled\.$"):
         http.send("POST", "/generate", {"text": "a"}, timeout=5, cancellation=cancellation)
     assert http.send("POST", "/generate", {"text": "a"}, timeout=5).ok
     assert fake.counts["/generate"] == 2
+    http.close()
+
+
+def test_an_address_without_a_server_is_reported_in_the_words_of_the_system() -> None:
+    http = Http(f"http://127.0.0.1:{free_port()}")
+    with pytest.raises(FleetUnreachable, match=r"/fleet could not be reached: Connection refused\.$"):
+        http.send("POST", "/fleet", {}, timeout=5)
+    with pytest.raises(FleetUnreachable, match=r"/fleet could not be reached: Connection refused\.$"):
+        http.get("/fleet", timeout=5)
     http.close()
