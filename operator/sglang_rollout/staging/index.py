@@ -90,7 +90,7 @@ def piece_count(size: int) -> int:
 def piece_size(size: int, piece: int) -> int:
     """Return the bytes of one piece of a shard with ``size`` bytes. Raises StagedError for a piece that the shard does not have."""
     if not 0 <= piece < piece_count(size):
-        raise StagedError(f"There is no piece {piece}: the shard has {size} bytes in {piece_count(size)} pieces.")
+        raise StagedError(f"There is no piece {piece}: the shard has {size} bytes, which is this number of pieces: {piece_count(size)}.")
     return min(PIECE_BYTES, size - piece * PIECE_BYTES)
 
 
@@ -182,7 +182,7 @@ class Index:
     def piece_size(self, shard: int, piece: int) -> int:
         """Return the bytes of a piece. Raises StagedError if the version does not have the piece."""
         if not 0 <= shard < len(self.sizes):
-            raise StagedError(f"There is no shard {shard}: {len(self.sizes)} shards have been announced.")
+            raise StagedError(f"There is no shard {shard}. Number of shards that were announced: {len(self.sizes)}.")
         try:
             return piece_size(self.sizes[shard], piece)
         except StagedError as error:

@@ -46,7 +46,7 @@ from sglang_rollout.coordinator.update.steps import (
 )
 from sglang_rollout.coordinator.update.store import STORE
 from sglang_rollout.coordinator.update.verify import (
-    WAY_OUT,
+    WAY_OUT_STAGED,
     announce_model_tensors,
     commit_tensors,
     note_held_weights,
@@ -175,7 +175,7 @@ async def _find_missing(fleet: Fleet, update: Update, members: list[str]) -> str
         return describe_missing_stage(groups[0])
     await announce_model_tensors(fleet, update, members)
     lacking = "" if starts_from_base(fleet, update) else fleet.weights.announced.missing_from(sent)
-    return f"the version lacks {lacking}: {WAY_OUT}" if lacking else ""
+    return f"the version lacks {lacking}: {WAY_OUT_STAGED}" if lacking else ""
 
 
 async def _copy(fleet: Fleet, update: Update, staged: StagedUpdate) -> Answer | None:

@@ -28,7 +28,8 @@ from sglang_rollout.wire.agent import CheckpointRequest
 from sglang_rollout.wire.ports import AGENT_CHECKPOINT
 from sglang_rollout.wire.states import BASE, EngineState, FleetMode, Version
 
-WAY_OUT = "push all of them in one update, or load a checkpoint with update_weights_from_disk"
+WAY_OUT_STAGED = "push all of them in one update"
+WAY_OUT = f"{WAY_OUT_STAGED}, or load a checkpoint with update_weights_from_disk"
 
 
 def announced_names(body: Body) -> frozenset[str]:

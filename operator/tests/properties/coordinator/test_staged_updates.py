@@ -472,6 +472,22 @@ def test_an_upload_without_all_pieces_stays_open() -> None:
     assert world.do(rq.CommitUpload(update)).success
 
 
+def test_the_refusal_of_an_upload_that_lacks_known_tensors_names_no_call_that_the_fleet_refuses() -> None:
+    """The fleet refuses update_weights_from_disk."""
+    world = StagedWorld(2)
+    assert world.push("1").success
+    world.settle()
+    for agent in world.agents.values():
+        agent.readable = False
+    some = NAMES[:1]
+    update = world.open_upload("2", names=some).fleet["update"]
+    world.fill_upload(update, names=some)
+    answer = world.do(rq.CommitUpload(update))
+    assert not answer.success
+    assert "tensors of a complete push" in answer.message
+    assert "push all of them in one update (phase stage)" in answer.message
+
+
 def test_an_upload_that_does_not_fit_is_refused_before_a_byte_moves() -> None:
     world = StagedWorld(2)
     answer = world.do(rq.Upload((shard_of(["u", "strange"]), shard_of(["v"], (3,))), "1"))
