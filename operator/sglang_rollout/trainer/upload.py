@@ -61,6 +61,9 @@ UNCHANGED = "Push again. The engines serve the previous version."
 UNKNOWN = "The fleet may still commit it: see GET /fleet. If it does not, push again."
 _TEMPORARY = frozenset({HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT})
 
+_ENDED = frozenset({HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT})
+"""Answers to the deletion of an upload that the fleet has given up itself."""
+
 ReadBytes = Callable[[Any], memoryview]
 """Returns a tensor's bytes in host memory."""
 Sign = Callable[[str], SignedVersion | None]
@@ -448,6 +451,8 @@ class Upload:
         try:
             self._http.delete(path, timeout=ABORT_SECONDS)
         except FleetError as error:
+            if isinstance(error, FleetRefused) and error.status in _ENDED:
+                return
             log.warning("The failed upload could not be deleted: %s", error)
 
     @contextmanager

@@ -143,6 +143,16 @@ def test_a_store_that_stays_away_fails_the_upload_at_the_deadline(willing: FakeF
     assert deletions(willing) == 1
 
 
+@pytest.mark.parametrize(("status", "warns"), [(404, False), (409, False), (500, True)])
+def test_only_an_upload_that_may_still_be_open_is_reported(
+    willing: FakeFleet, caplog: pytest.LogCaptureFixture, status: int, warns: bool
+) -> None:
+    willing.replies |= {"PUT": (404, {"success": False, "message": "no such update"}), PATH: (status, {"success": False, "message": "no"})}
+    with pytest.raises(PushFailed, match="no such update"):
+        run(willing)
+    assert ("could not be deleted" in caplog.text) is warns
+
+
 def hang_pieces(fake: FakeFleet) -> threading.Event:
     """Leave pieces unanswered until the event is set."""
     release = threading.Event()
