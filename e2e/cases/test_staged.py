@@ -238,6 +238,7 @@ def test_engines_load_in_turn_while_clients_generate(stand: StandInRollout, uplo
         pushing = pool.submit(stand.push, uploader, watch)
         while not pushing.done():
             looks.append({row["version"]["label"] for row in document(stand.url)["members"] if row["gate_open"]})
+            time.sleep(0.05)
         after = pushing.result()
         answered = watch.answers
         eventually("clients got answers of the new version", lambda: after in watch.answered and watch.answers > answered + 5)
