@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from sglang_rollout.api.weights_spec import Verify
-from sglang_rollout.coordinator.update.engine import Engine, retry_pause
+from sglang_rollout.coordinator.update.engine import FIRST_RETRY_SECONDS, Engine, retry_pause
 from sglang_rollout.coordinator.update.events import Result
 from sglang_rollout.coordinator.update.loading import activate
 from sglang_rollout.coordinator.update.model import Fleet
@@ -179,19 +179,48 @@ async def _rejoin(fleet: Fleet, engine: Engine, version: Version) -> None:
         raise _FailedError(f"it could not be resumed: {resumed.message.rstrip('.')}")
 
 
+def find_without_copy(fleet: Fleet) -> str | None:
+    """Return an engine whose pod begins to copy the committed version now; None if there is none.
+
+    The agent copies while its engine boots, is paused or serves an older version. As many pods copy at a time as engines may catch up;
+    pods that do not answer are not counted, because their calls may hang.
+    """
+    found, parallel = find_source(fleet), fleet.policy.catch_up.parallel
+    if not isinstance(found, StagedVersion) or found.update not in kept_updates(fleet):
+        return None
+    if sum(engine.reachable and (engine.is_copying or engine.is_catching_up) for engine in fleet.engines.values()) >= parallel:
+        return None
+    having = set(holders(fleet, found))
+    waiting = [name for name, engine in fleet.engines.items() if name not in having and _may_copy(fleet, engine)]
+    return min(waiting, key=lambda name: fleet.engines[name].retry_at, default=None)
+
+
+def _may_copy(fleet: Fleet, engine: Engine) -> bool:
+    if engine.status is None or not engine.reachable or engine.status.draining or fleet.now < engine.retry_at:
+        return False
+    if engine.signed_only and fleet.weights.signed is None:
+        return False
+    return not engine.is_copying and not engine.is_catching_up
+
+
 async def copy_committed(fleet: Fleet, name: str) -> Answer:
-    """Copy the committed version into the pod of an engine that serves an older one. The caller has marked the engine ``is_copying``."""
+    """Copy the committed version into the pod of an engine. The caller has marked the engine ``is_copying``.
+
+    A lost connection ends the call, because a later attempt keeps other updates.
+    """
     engine, found, deadline = fleet.engines[name], fleet.weights.staged, fleet.policy.deadlines.stage_seconds
     if found is None:
         raise RuntimeError("there is no version to copy")
     try:
         body = stage_body(fleet, found.update, parents_of_one(fleet, found, name), digest=found.digest, version=fleet.committed)
-        result = await _call_one(name, AGENT_STAGE, body, deadline + CHECKPOINT_MARGIN_SECONDS)
+        result = (await send(AGENT_STAGE, {name: body}, deadline + CHECKPOINT_MARGIN_SECONDS))[name]
     finally:
         engine.is_copying = False
     if result.ok:
         return Answer(200, f"The pod of engine {name} has a copy of the committed version.")
-    engine.retry_later(fleet.now)
+    if not engine.is_catching_up:  # the engine has answered since, and its own call has ended this one
+        # Failed copies do not add up: an engine that answers later begins to catch up soon.
+        engine.retry_at = max(engine.retry_at, fleet.now + FIRST_RETRY_SECONDS)
     return Answer(500, f"engine {name}: its pod has no copy: {result.message}")
 
 

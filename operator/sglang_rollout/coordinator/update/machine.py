@@ -18,7 +18,15 @@ from sglang_rollout.coordinator.update import adapters as lora
 from sglang_rollout.coordinator.update import control_calls
 from sglang_rollout.coordinator.update import requests as rq
 from sglang_rollout.coordinator.update.activation import staged_answer
-from sglang_rollout.coordinator.update.catch_up import catch_up, copy_committed, fill_store, find_for_store, find_source, next_engine
+from sglang_rollout.coordinator.update.catch_up import (
+    catch_up,
+    copy_committed,
+    fill_store,
+    find_for_store,
+    find_source,
+    find_without_copy,
+    next_engine,
+)
 from sglang_rollout.coordinator.update.events import (
     Answered,
     Asked,
@@ -45,7 +53,7 @@ from sglang_rollout.coordinator.update.loading import load_committed
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.phases import Phase
 from sglang_rollout.coordinator.update.requests import Answer, Request
-from sglang_rollout.coordinator.update.rolling import find_next_load, find_without_copy
+from sglang_rollout.coordinator.update.rolling import find_next_load
 from sglang_rollout.coordinator.update.snapshots import find_unsent_commit, report_store, send_commit
 from sglang_rollout.coordinator.update.steps import COLLECTIVE, Operation, Results, Say, Step, Turn, turn
 from sglang_rollout.coordinator.update.trainer import Trainer, probe_stores, trainer_stores
@@ -109,7 +117,7 @@ class Machine:
     @property
     def phase(self) -> Phase:
         """The phase of the update."""
-        preparing = any(running is not self._turn for running in self._running.values())
+        preparing = any(running.request is not None and running is not self._turn for running in self._running.values())
         return Phase.PREPARE if self.fleet.phase is Phase.IDLE and preparing else self.fleet.phase
 
     @property
@@ -347,9 +355,6 @@ class Machine:
         if unsent is not None and self.fleet.store is not None:
             self.fleet.store.is_sending_commit = True
             self._advance(_Running(send_commit(self.fleet, unsent)), None)
-        while self._turn is None and (name := find_without_copy(self.fleet)) is not None:
-            self.fleet.engines[name].is_copying = True
-            self._advance(_Running(copy_committed(self.fleet, name)), None)
         while self._turn is None and (name := next_engine(self.fleet)) is not None:
             found = find_source(self.fleet)
             if found is None:
@@ -357,6 +362,9 @@ class Machine:
             self.fleet.engines[name].is_catching_up = True
             self._knowledge.recompute()
             self._advance(_Running(catch_up(self.fleet, name, found)), None)
+        while self._turn is None and (name := find_without_copy(self.fleet)) is not None:
+            self.fleet.engines[name].is_copying = True
+            self._advance(_Running(copy_committed(self.fleet, name)), None)
 
     def _watch_trainer(self) -> None:
         """Probe the store of a silent trainer. If it is gone, end the call that waits for it."""

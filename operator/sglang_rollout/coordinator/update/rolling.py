@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from sglang_rollout.api.weights_spec import ActivationStrategy
 from sglang_rollout.coordinator.update.model import Fleet
-from sglang_rollout.coordinator.update.staging import holders, kept_updates
+from sglang_rollout.coordinator.update.staging import holders
 from sglang_rollout.coordinator.update.versions import order_key
 from sglang_rollout.wire.states import EngineState, FleetState, Version
 
@@ -77,16 +77,6 @@ def find_next_load(fleet: Fleet) -> list[str]:
     if not fleet.is_at_rest or fleet.pause is not None or fleet.applied_state is FleetState.ASLEEP:
         return []
     return next_group(fleet, find_waiting(fleet))
-
-
-def find_without_copy(fleet: Fleet) -> str | None:
-    """Return an engine that serves an older version and whose pod lacks a copy of the committed one; None if there is none."""
-    version = fleet.weights.staged
-    if version is None or not fleet.tolerated() or version.update not in kept_updates(fleet):
-        return None
-    having = set(holders(fleet, version))
-    lacking = (name for name in fleet.engines if name not in having and _may_load(fleet, name))
-    return next((name for name in lacking if not fleet.engines[name].is_copying), None)
 
 
 def _may_load(fleet: Fleet, name: str) -> bool:

@@ -149,6 +149,25 @@ async def test_calls_and_copies_of_the_member_pod_need_credential_and_ticket(pai
         assert reply.status == 400
 
 
+async def test_both_pods_copy_a_version_while_the_engine_boots(pair: PairHere, source: Source) -> None:
+    made, boot = source.make(1), (await pair.head.status()).boot_id
+    pair.engine.kill()
+    await pair.member.end()
+
+    async def is_down() -> bool:
+        return (await pair.head.status()).boot_id is None
+
+    await until(is_down, SECONDS, "the agent sees that the engine is down")
+    assert (await stage(pair.head, source, made)).status == 502, "the member pod is not there yet"
+    await pair.member.start()
+    assert (await stage(pair.head, source, made)).status == 200
+    assert [copy.digest for copy in await pair.staged()] == [made.digest]
+    assert await is_down()
+    close_store(source, made)
+    await pair.restart_engine()
+    await until(lambda: serves_after(pair, boot, made), SECONDS, "the engine loads the copies of its pods")
+
+
 # --- loads -------------------------------------------------------------------------------------------------------------
 
 

@@ -158,6 +158,24 @@ def test_a_restarted_engine_serves_the_committed_version_without_a_push(lab: Fle
 
 
 @stand_ins
+def test_a_new_pod_copies_the_version_while_its_engine_boots(lab: Fleet, uploads: Uploader) -> None:
+    scale, version = lab.others()[0], next_version(lab)
+    assert uploads.push(scale, version)["state"] == "committed"
+    name, engine = "local-engine-1", lab.engines[1]
+    volume = lab.folder / "state" / "staged" / name
+    engine.kill()
+    eventually("one engine serves", lambda: lab.document().get("serving") == 1, within=SECONDS)
+    for folder in volume.iterdir():  # as with a new pod
+        shutil.rmtree(folder)
+    kill(lab, f"agent --name {name}")
+    eventually("its pod has a complete version", lambda: list(volume.glob("*/manifest.json")), within=SECONDS)
+    assert lab.document()["serving"] == 1
+    engine.start()
+    engine.wait()
+    check_held(lab, scale, version)
+
+
+@stand_ins
 @pytest.mark.parametrize("loses", ["process", "volume"])
 def test_a_killed_store_loses_no_version(lab: Fleet, uploads: Uploader, loses: str) -> None:
     first, second = lab.others()

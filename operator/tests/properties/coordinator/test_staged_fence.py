@@ -144,6 +144,12 @@ class StagedFence(RuleBasedStateMachine):
             self.world.agents[name].restart()
             self.world.agents[name].copies = {} if pod else self.world.agents[name].copies
 
+    @rule(name=st.sampled_from(ENGINES))
+    def boot_new_pod(self, name: str) -> None:
+        """Its agent answers, and its engine boots until it is restarted."""
+        if name in self.world.agents:
+            self.world.agents[name].up, self.world.agents[name].copies = False, {}
+
     @rule(name=st.sampled_from(ENGINES), answers=st.booleans(), breaks=st.booleans())
     def agent_answers(self, name: str, answers: bool, breaks: bool) -> None:
         if name in self.world.agents:
@@ -253,6 +259,13 @@ class StagedFence(RuleBasedStateMachine):
             self.world.sync_all()
             self.world.drain()
 
+    def every_pod_has_a_copy(self) -> None:
+        """Pods whose engines boot have copied the committed version, if a pod or the weight store has it."""
+        version, agents = self.world.machine.fleet.weights.staged, [self.world.agents[engine.name] for engine in self.world.engines]
+        held = [self.world.store.copies, *(agent.copies for agent in agents)]
+        if version is not None and any(version.update in copies for copies in held):
+            assert all(version.update in agent.copies for agent in agents if not agent.draining)
+
     def teardown(self) -> None:
         """When everything answers again, every engine serves the committed version without a push, and a push reaches all engines."""
         if not hasattr(self, "world"):
@@ -261,9 +274,12 @@ class StagedFence(RuleBasedStateMachine):
         world.store.answers, world.store_fails = True, False
         for agent in world.agents.values():
             agent.answers = True
+        world.set_state(FleetState.ACTIVE)
+        self.settle()
+        self.every_pod_has_a_copy()
+        for agent in world.agents.values():
             if not agent.up or agent.draining:
                 agent.restart()
-        world.set_state(FleetState.ACTIVE)
         self.settle()
         fleet = world.machine.fleet
         assert fleet.pause is None
