@@ -121,6 +121,7 @@ async def _complete(fleet: Fleet, update: Update, staged: StagedUpdate) -> Answe
     fleet.enter(Phase.STAGE)
     update.held_committed, update.held_base, update.blank = set(), set(), set()
     note_held_weights(fleet, update, members)
+    boots = {name: boot for name in members if (boot := fleet.boot(name)) is not None}
     lacking = await _find_missing(fleet, update, members)
     if lacking:
         return await fail_update(fleet, UpdateReason.INCOMPLETE, lacking)
@@ -141,7 +142,7 @@ async def _complete(fleet: Fleet, update: Update, staged: StagedUpdate) -> Answe
     staged.new_names += fleet.weights.announced.add(sent_tensors(update))
     staged.version, staged.digest, staged.bytes, update.bytes = version, copy.digest, copy.bytes, copy.bytes
     staged.transferred = copy.transferred
-    update.boots = {name: boot for name in members if (boot := fleet.boot(name)) is not None}
+    update.boots = boots  # only now, because an update whose commit is refused does not depend on engines
     return None
 
 

@@ -7,7 +7,7 @@ import pytest
 from sglang_rollout.coordinator.update import events as ev
 from sglang_rollout.coordinator.update import requests as rq
 from sglang_rollout.sglang.api import ControlCall
-from sglang_rollout.wire.ports import AGENT_ACTIVATE
+from sglang_rollout.wire.ports import AGENT_ACTIVATE, STORE_SEAL
 from tests.properties.coordinator.test_staged_updates import run_to, serves
 from tests.properties.support.staged_world import TENSORS, StagedWorld
 
@@ -52,3 +52,19 @@ def test_an_engine_that_runs_and_cannot_be_paused_is_reported_to_the_trainer() -
     world.drain()
     assert world.answers[call].status == 400
     assert serves(world, "1/1")
+
+
+@pytest.mark.parametrize(("least", "success"), [(None, True), (2, False)])
+def test_an_engine_that_ends_while_the_store_completes_the_version_is_lost_like_any_other(least: int | None, success: bool) -> None:
+    world = StagedWorld(2, least)
+    world.push("1")
+    world.do(rq.Begin())
+    assert world.send_tensors("2").success
+    call = world.ask(rq.End())
+    run_to(world, STORE_SEAL)
+    world.agents["e1"].up = False
+    world.sync("e1")
+    world.drain()
+    assert world.answers[call].success is success, world.answers[call].message
+    world.agents["e1"].restart()
+    assert serves(world, "1/2")
