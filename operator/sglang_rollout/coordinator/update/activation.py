@@ -27,6 +27,7 @@ from sglang_rollout.coordinator.update.outcome import (
     describe_dropped,
     describe_missing_stage,
     fail_update,
+    last_reason,
     missing_stages,
     partial_message,
     reply_and_fence_dropped,
@@ -42,6 +43,7 @@ from sglang_rollout.coordinator.update.steps import (
     send,
     sync,
     sync_and_resume,
+    wait_until,
     write,
 )
 from sglang_rollout.coordinator.update.store import STORE
@@ -61,6 +63,8 @@ from sglang_rollout.wire.states import StagedVersion, Version
 
 MARGIN_SECONDS = 5.0
 """How much longer than an agent may copy its answer may take."""
+UPLOAD_WAIT_SECONDS = 25.0
+"""How long the commit of an upload waits for engines. The client repeats the call, which no unmodified trainer makes."""
 COPY_PATIENCE_SECONDS = 30.0
 """How much later than half of the pods another one may have the complete version, at least."""
 MAX_FAILED_CANARIES = 2
@@ -80,7 +84,7 @@ async def commit_staged(fleet: Fleet, *, answer_now: bool = True, answer_when_st
     """
     update = fleet.require_update()
     staged = staged_part(update)
-    failed = await _complete(fleet, update, staged)
+    failed = await _wait_for_engines(fleet, update, staged) or await _complete(fleet, update, staged)
     if failed is None and answer_when_staged:
         await reply(staged_answer(fleet))
     if failed is None:
@@ -103,16 +107,44 @@ def staged_part(update: Update) -> StagedUpdate:
 
 def staged_answer(fleet: Fleet) -> Answer:
     """Return the answer for a trainer whose version is complete at the weight store and not committed yet."""
-    staged = staged_part(fleet.require_update())
-    message = (
-        f"Success: version {staged.version} is staged. The weight store holds it completely, and the engines copy and load it now."
-        " GET /fleet shows when it is committed."
-    )
-    details = {"update": staged.id, "version": str(staged.version), "digest": staged.digest, "epoch": fleet.epoch}
+    staged, version = staged_part(fleet.require_update()), fleet.target()
+    then = "The weight store holds it completely, and the engines copy and load it now."
+    if not staged.is_complete:
+        then = "The weight store has its tensors. Too few engines are up to commit it: they load it when they are up."
+    message = f"Success: version {version} is staged. {then} GET /fleet shows when it is committed."
+    details = {"update": staged.id, "version": str(version), "digest": staged.digest, "epoch": fleet.epoch}
     return Answer(200, message, {"state": "staged", **details})
 
 
 # --- STAGE -----------------------------------------------------------------------------------------------------------
+
+
+async def _wait_for_engines(fleet: Fleet, update: Update, staged: StagedUpdate) -> Answer | None:
+    """Wait until enough engines are up for a commit. Returns the answer for the trainer if the update failed.
+
+    Engines may all restart at the same time, and an unmodified trainer ends if its commit is refused. So its call is answered after some
+    seconds (by :mod:`.machine`): the version is staged, and the wait continues. The commit of an upload is refused after these seconds,
+    and the upload stays open: the client repeats the call.
+    """
+    if _has_enough_members(fleet):
+        return None
+    staged.is_waiting = not staged.is_upload
+    limit = UPLOAD_WAIT_SECONDS if staged.is_upload else fleet.policy.deadlines.stage_seconds
+    try:
+        await wait_until(lambda: fleet.update is not update or _has_enough_members(fleet), limit)
+    finally:
+        staged.is_waiting = False
+    if fleet.update is not update:
+        raise RefusedError(f"The update ended while its commit waited for engines{last_reason(fleet)}. Push again.", status=409)
+    if staged.is_upload or _has_enough_members(fleet):
+        return None
+    why = f"too few engines were up for {limit:g} s (weights.deadlines.stageSeconds). {absent_sentence(fleet)}"
+    return await fail_update(fleet, UpdateReason.ENGINE_LOST, why)
+
+
+def _has_enough_members(fleet: Fleet) -> bool:
+    there = len(fleet.members())
+    return is_enough(fleet, there, there)
 
 
 async def _complete(fleet: Fleet, update: Update, staged: StagedUpdate) -> Answer | None:

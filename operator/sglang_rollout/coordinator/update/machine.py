@@ -3,7 +3,7 @@
 Operations (:mod:`.transaction`, :mod:`.sources`, :mod:`.process_groups`, …) define what happens in which order, and :mod:`.control_calls`
 which of them answers a call. This module runs them. One operation at a time holds the *turn* and may change the fleet. The others wait in
 the order in which they came. That is also the one global order in which process groups are opened on all engines; without it, several of
-them deadlock.
+them deadlock. An operation that waits for engines gives its turn back, so that the coordinator can bring engines back; requests still wait.
 
 No I/O, no clock: the same events always produce the same effects.
 """
@@ -55,7 +55,7 @@ from sglang_rollout.coordinator.update.phases import Phase
 from sglang_rollout.coordinator.update.requests import Answer, Request
 from sglang_rollout.coordinator.update.rolling import find_next_load
 from sglang_rollout.coordinator.update.snapshots import find_unsent_commit, report_store, send_commit
-from sglang_rollout.coordinator.update.steps import COLLECTIVE, Operation, Results, Say, Step, Turn, turn
+from sglang_rollout.coordinator.update.steps import COLLECTIVE, Operation, Results, Say, Step, Turn, Until, turn
 from sglang_rollout.coordinator.update.trainer import Trainer, probe_stores, trainer_stores
 from sglang_rollout.coordinator.update.transaction import defers_pauses
 from sglang_rollout.coordinator.update.upkeep import Upkeep
@@ -86,6 +86,10 @@ class _Running:
     waiting_for: int | None = None
     wants_turn: bool = False
     """True while it waits for its turn."""
+    until: Until | None = None
+    """The condition that it waits for without its turn."""
+    waits_since: float = 0.0
+    """When it began to wait for that condition."""
     answered: bool = False
     left: bool = False
     """True if no client waits for its answer any more."""
@@ -105,6 +109,8 @@ class Machine:
         self._queue: deque[_Running] = deque()
         """Operations that wait for their turn."""
         self._turn: _Running | None = None
+        self._waiting: _Running | None = None
+        """Operation that has given its turn back and waits for a condition. Requests wait for it."""
         self._trainer = Trainer(heard=at, renewed=at)
         self._upkeep = Upkeep(self.fleet, self._knowledge, self._trainer)
         self._saved: Record | None = record
@@ -224,8 +230,9 @@ class Machine:
                 if running in self._queue:
                     self._queue.remove(running)
                 self._running = {effect: other for effect, other in self._running.items() if other is not running}
-        if self._turn is not None and self._turn.call == call:
-            self._turn.left = self._trainer.left = True
+        for begun in (self._turn, self._waiting):
+            if begun is not None and begun.call == call:
+                begun.left = self._trainer.left = True
 
     def _resume(self, effect: int, results: Results) -> None:
         running = self._running.pop(effect, None)
@@ -241,11 +248,16 @@ class Machine:
             step = self._take_turn(running) if running.wants_turn else running.operation.send(results)
             while True:
                 if isinstance(step, Turn):
-                    if self._turn is not None and self._turn is not running:
+                    if not self._may_take_turn(running):
                         running.wants_turn = True
                         self._queue.append(running)
                         return
                     step = self._take_turn(running)
+                elif isinstance(step, Until):
+                    running.wants_turn, running.until, running.waits_since = True, step, self.fleet.now
+                    self._waiting = running
+                    self._give_turn_back()
+                    return
                 elif isinstance(step, Say):
                     self._reply(running, step.answer)
                     step = running.operation.send(None)
@@ -274,6 +286,15 @@ class Machine:
         is_deferred = isinstance(request, rq.Pause) and defers_pauses(self.fleet)
         return isinstance(request, _ENDING_GENERATION) and not is_deferred
 
+    def _may_take_turn(self, running: _Running) -> bool:
+        """Return True if an operation may begin its turn now.
+
+        Requests wait behind an operation that waits for a condition, except the request that withdraws its upload.
+        """
+        if self._turn is not None:
+            return self._turn is running
+        return self._waiting is None or running.request is None or isinstance(running.request, rq.WithdrawUpload)
+
     def _take_turn(self, running: _Running) -> Step:
         """Give an operation its turn. Refuse a call if another trainer has taken the fleet while the call waited."""
         self._turn, running.wants_turn = running, False
@@ -290,9 +311,9 @@ class Machine:
     def _answer_long_commits(self) -> None:
         """Answer calls that have waited long for the commit of a version that is staged. The operations continue."""
         update = self.fleet.update
-        if update is None or update.staged is None or not update.staged.is_complete:
+        if update is None or update.staged is None or not (update.staged.is_complete or update.staged.is_waiting):
             return
-        for running in [*([self._turn] if self._turn is not None else []), *self._queue]:
+        for running in [*filter(None, (self._turn, self._waiting)), *self._queue]:
             if isinstance(running.request, _COMMITTING) and self.fleet.now - running.asked_at >= COMMIT_WAIT_SECONDS:
                 self._reply(running, staged_answer(self.fleet))
 
@@ -301,8 +322,11 @@ class Machine:
         self._knowledge.recompute()
         if running.call is not None and is_holder(self.fleet, running.caller):
             self._trainer.heard = self._trainer.renewed = self.fleet.now
-        if self._turn is not running:
-            return
+        if self._turn is running:
+            self._give_turn_back()
+
+    def _give_turn_back(self) -> None:
+        """Let other operations begin. The fleet rests in the phase that follows from what is open."""
         self._turn = None
         self.fleet.rested_seq = self.fleet.next_seq()
         rest = Phase.IDLE if self.fleet.pause is None else Phase.PAUSE
@@ -322,8 +346,11 @@ class Machine:
             own = self._upkeep.next_operation() if self.fleet.committed is not None else None
             if own is not None:
                 running = _Running(_with_turn(own))
-            elif self._queue:
-                running = self._queue.popleft()
+            elif (ready := self._find_ready()) is not None:
+                running = ready
+            elif (queued := next(filter(self._may_take_turn, self._queue), None)) is not None:
+                self._queue.remove(queued)
+                running = queued
             elif self.fleet.committed is not None and (names := find_next_load(self.fleet)):
                 # After the queue: between two groups of engines that load in turn, calls have their turn.
                 running = _Running(_with_turn(load_committed(self.fleet, names)))
@@ -332,6 +359,16 @@ class Machine:
             self._advance(running, None)
         self._watch_trainer()
         self._start_joiners()
+
+    def _find_ready(self) -> _Running | None:
+        """Return the operation whose wait for a condition has ended; None if none waits, or if it still waits."""
+        running = self._waiting
+        if running is None or running.until is None:
+            return None
+        if not running.until.condition() and self.fleet.now - running.waits_since < running.until.seconds:
+            return None
+        self._waiting = running.until = None
+        return running
 
     def _can_take(self, event: Wanted) -> bool:
         """Return True if the intent may change now.
@@ -409,7 +446,7 @@ class Machine:
 
     def _note_waiting(self) -> None:
         """Note whether the client of a call is there and has no answer yet."""
-        operations = [*self._running.values(), *self._queue]
+        operations = [*self._running.values(), *self._queue, *([self._waiting] if self._waiting is not None else [])]
         callers = [running.caller for running in operations if running.call is not None and not running.answered and not running.left]
         self._trainer.waiting = bool(callers)
         self._trainer.holder_waits = any(is_holder(self.fleet, caller) for caller in callers)

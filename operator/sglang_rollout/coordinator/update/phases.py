@@ -125,6 +125,8 @@ class StagedUpdate:
     """Bytes that had arrived at the last poll of the store."""
     transferred: int | None = None
     """Bytes that the trainer sent; None until the version is complete."""
+    is_waiting: bool = False
+    """True while a trainer without uploads has committed it, and too few engines are up. The trainer is not needed any more."""
     version: Version | None = None
     """What the update becomes, once the store has the complete version; None before."""
     digest: str = ""

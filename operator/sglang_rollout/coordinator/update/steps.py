@@ -7,7 +7,7 @@ operation does no I/O and reads no clock, so the same events always produce the 
 from __future__ import annotations
 
 import types
-from collections.abc import Coroutine, Generator, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -54,8 +54,20 @@ class Say:
     answer: Answer
 
 
+@dataclass(frozen=True)
+class Until:
+    """Step of an operation that waits for a condition, and gives its turn back meanwhile.
+
+    Requests wait until it ends. The coordinator's own operations run, so that engines can come back.
+    """
+
+    condition: Callable[[], bool]
+    seconds: float
+    """Longest wait."""
+
+
 Results = Mapping[str, Result]
-Step = Send | Write | Turn | Say
+Step = Send | Write | Turn | Say | Until
 """What an operation hands to the machine and waits for."""
 _T = TypeVar("_T")
 Operation = Coroutine[Any, Any, _T]
@@ -70,6 +82,12 @@ def _perform(step: Step) -> Generator[Step, Results, Results]:
 async def turn() -> None:
     """Wait until this operation is the only one that changes the fleet. It keeps its turn until it ends."""
     await _perform(Turn())
+
+
+async def wait_until(condition: Callable[[], bool], seconds: float) -> None:
+    """Wait until a condition holds, or until the time is over. The fleet may have changed meanwhile."""
+    if not condition():
+        await _perform(Until(condition, seconds))
 
 
 async def reply(answer: Answer) -> None:

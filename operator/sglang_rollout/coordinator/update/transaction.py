@@ -43,15 +43,19 @@ from sglang_rollout.wire.record import UpdateReason
 from sglang_rollout.wire.signed import SignedVersion
 from sglang_rollout.wire.states import FleetState, describe_state
 
+NO_ENGINE_UP = "No engine of this fleet is up"
+
 
 async def pause(fleet: Fleet, ask: Pause) -> Answer:
     """Pause all engines for the trainer, or none of them."""
     failed = await pause_all(fleet, Cause.TRAINER, ask.mode, ask.body)
     if failed is None:
         fleet.hold()
-        if defers_pauses(fleet):
+        if defers_pauses(fleet) and fleet.up():
             return await _defer(fleet)
-    return failed or Answer(200, "Generation paused successfully.", {"engines": list(fleet.up())})
+    names = list(fleet.up())
+    message = "Generation paused successfully." if names else f"{NO_ENGINE_UP}, so none had to be paused."
+    return failed or Answer(200, message, {"engines": names})
 
 
 def defers_pauses(fleet: Fleet) -> bool:
@@ -80,8 +84,7 @@ async def pause_all(fleet: Fleet, cause: Cause, mode: str | None, body: Body) ->
     """Pause all engines that are up, or none of them. Returns the answer for the trainer if that fails."""
     refuse_asleep(fleet)
     names = fleet.up()
-    if not names:
-        raise RefusedError("No engine of this fleet is up, so there is nothing to pause. Try again.", status=503)
+    _require_any(fleet, names, "there is nothing to pause")
     # Engines whose memory is released are paused already.
     failed = await _pause_engines(fleet, [name for name in names if not fleet.engines[name].released], names, body)
     if failed is None:
@@ -165,14 +168,14 @@ async def continue_all(fleet: Fleet, ask: Continue) -> Answer:
     fleet.interruptions.end_pause()
     fleet.transaction.label = None
     names = fleet.up()
-    if not names:
-        raise RefusedError("No engine of this fleet is up, so nothing generates. Try again.", status=503)
+    _require_any(fleet, names, "nothing generates")
     particulars = dict(committed.fleet) if committed is not None else {}
     behind = particulars.get(FENCED, {})
     results = await resume(fleet, [name for name in names if name not in behind], ask.body)
     # Success, because the trainer's own pause has ended, and unmodified trainers take any other answer for a failed update.
     held = describe_state(fleet.applied_state)
-    message = f"Generation stays paused. {held}" if held else "Generation continued successfully."
+    resumed = "Generation continued successfully." if names else f"{NO_ENGINE_UP}. Engines generate when they are up."
+    message = f"Generation stays paused. {held}" if held else resumed
     if committed is not None and behind:
         message = f"{message} {partial_message(fleet, behind)}"
     # The state of a staged version comes before that of the fleet.
@@ -260,8 +263,7 @@ async def flush(fleet: Fleet, ask: Flush, at: str | None = None) -> Answer:
         # Engines refuse to flush while requests run, and trainers repeat the call.
         return Answer(200, "The pause is deferred, so the engines flush their caches when they load the version.", {"deferred": True})
     names = [name for name in fleet.up() if at is None or name == at]
-    if not names:
-        raise RefusedError("No engine of this fleet is up, so there is no cache to flush. Try again.", status=503)
+    _require_any(fleet, names, "there is no cache to flush")
     path = ControlCall.FLUSH_CACHE.path if ask.timeout is None else f"{ControlCall.FLUSH_CACHE.path}?timeout={ask.timeout:g}"
     boots = {name: fleet.boot(name) for name in names}
     results = await send(path, same_body(names), fleet.policy.deadlines.pause_seconds + (ask.timeout or 0))
@@ -269,7 +271,14 @@ async def flush(fleet: Fleet, ask: Flush, at: str | None = None) -> Answer:
     if failed:
         name, result = next(iter(failed.items()))
         return Answer(400, f"engine {name} did not flush its cache: {result.message}", {"engines": results_by_engine(results)})
-    return Answer(200, "Cache flushed on all engines.", {"engines": results_by_engine(results)})
+    message = "Cache flushed on all engines." if names else f"{NO_ENGINE_UP}, so there is no cache to flush."
+    return Answer(200, message, {"engines": results_by_engine(results)})
+
+
+def _require_any(fleet: Fleet, names: Collection[str], consequence: str) -> None:
+    """Raise RefusedError if no engine is up. With transport Staged engines take no part in the trainer's push, so it continues."""
+    if not names and not fleet.is_staged:
+        raise RefusedError(f"{NO_ENGINE_UP}, so {consequence}. Try again.", status=503)
 
 
 def _commits_by_flush(fleet: Fleet) -> bool:

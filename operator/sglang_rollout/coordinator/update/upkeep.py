@@ -107,6 +107,8 @@ class Upkeep:
         pause = fleet.requested_pause
         if fleet.update is None and (pause is None or pause.cause is Cause.TRAINER_LOST):
             return None
+        if fleet.update is not None and fleet.update.staged is not None and fleet.update.staged.is_waiting:
+            return None  # its trainer has committed it
         reason = trainer.gone or trainer.why_overdue(fleet)
         if not reason:
             return None

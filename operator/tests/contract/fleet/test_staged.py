@@ -176,6 +176,27 @@ def test_a_new_pod_copies_the_version_while_its_engine_boots(lab: Fleet, uploads
 
 
 @stand_ins
+def test_a_trainer_pushes_while_all_engines_restart(lab: Fleet) -> None:
+    first, second = lab.others()
+    with trainer(lab, 2) as made:
+        slime(made, first, next_version(lab))
+        for engine in lab.engines:
+            engine.kill()
+        eventually("no engine serves", lambda: lab.document().get("serving") == 0, within=SECONDS)
+        version, sent = next_version(lab), len(made.answers)
+        push = made.pool.submit(slime, made, second, version)
+        paths = ["/pause_generation", "/flush_cache", *["/update_weights_from_distributed"] * 4]
+        eventually("the commit waits", lambda: [path for path, _ in made.answers[sent:]] == paths, within=SECONDS)
+        for engine in lab.engines:
+            engine.start()
+            engine.wait()
+        push.result(SECONDS)
+        eventually("the version is committed", lambda: lab.committed()["label"] == version, within=SECONDS)
+        check_held(lab, second, version)
+        close_groups(lab)
+
+
+@stand_ins
 @pytest.mark.parametrize("loses", ["process", "volume"])
 def test_a_killed_store_loses_no_version(lab: Fleet, uploads: Uploader, loses: str) -> None:
     first, second = lab.others()

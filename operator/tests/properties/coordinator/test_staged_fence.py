@@ -21,7 +21,7 @@ from sglang_rollout.wire.ports import AGENT_CHECKPOINT, AGENT_STAGE, STORE_COMMI
 from sglang_rollout.wire.states import EngineState, FleetState
 from tests.properties.support.search_depth import examples
 from tests.properties.support.simulated_agent import NAMES
-from tests.properties.support.staged_world import TENSORS, StagedWorld
+from tests.properties.support.staged_world import TENSORS, StagedWorld, shard_of
 
 ENGINES = ("e0", "e1", "e2", "e3")
 CALLERS = ("ml/Job/a", "ml/Job/b")
@@ -65,7 +65,8 @@ class StagedFence(RuleBasedStateMachine):
 
     @rule(caller=callers, label=labels)
     def open_upload(self, caller: str, label: str | None) -> None:
-        self.world.open_upload(label, caller=caller) if not self.world.pending else None
+        self.world.ask(rq.Upload((shard_of(NAMES),), label), caller)
+        self.world.drain()
 
     @rule(caller=callers, whole=st.booleans(), commits=st.booleans())
     def end_upload(self, caller: str, whole: bool, commits: bool) -> None:
@@ -149,6 +150,12 @@ class StagedFence(RuleBasedStateMachine):
         """Its agent answers, and its engine boots until it is restarted."""
         if name in self.world.agents:
             self.world.agents[name].up, self.world.agents[name].copies = False, {}
+
+    @rule()
+    def stop_all_engines(self) -> None:
+        for agent in self.world.agents.values():
+            agent.up = False
+        self.world.sync_all()
 
     @rule(name=st.sampled_from(ENGINES), answers=st.booleans(), breaks=st.booleans())
     def agent_answers(self, name: str, answers: bool, breaks: bool) -> None:

@@ -408,7 +408,9 @@ def test_a_commit_waits_for_as_many_engines_as_the_policy_asks_for() -> None:
     for name in ("e1", "e2"):
         world.agents[name].draining = True
     world.settle()
-    answer = world.do(rq.CommitUpload(update))
+    call = world.ask(rq.CommitUpload(update))
+    world.tick(26)
+    answer = world.answers[call]
     assert (answer.status, "1 of 3 engines" in answer.message, "stays open" in answer.message) == (503, True, True)
     world.agents["e1"].restart()
     world.settle()
