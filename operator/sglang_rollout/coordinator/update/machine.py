@@ -55,6 +55,7 @@ from sglang_rollout.coordinator.update.phases import Phase
 from sglang_rollout.coordinator.update.requests import Answer, Request
 from sglang_rollout.coordinator.update.rolling import find_next_load
 from sglang_rollout.coordinator.update.snapshots import find_unsent_commit, report_store, send_commit
+from sglang_rollout.coordinator.update.staged import refuse_further_push
 from sglang_rollout.coordinator.update.steps import COLLECTIVE, Operation, Results, Say, Step, Turn, Until, turn
 from sglang_rollout.coordinator.update.trainer import Trainer, probe_stores, trainer_stores
 from sglang_rollout.coordinator.update.transaction import defers_pauses
@@ -200,6 +201,9 @@ class Machine:
     def _asked(self, event: Asked) -> None:
         self.fleet.gone = event.gone
         refusal = find_refusal(self.fleet, self._trainer, event.request, event.caller)
+        if refusal is None:
+            requests = ((waiting.request, waiting.caller) for waiting in (*self._queue, *self._running.values()))
+            refusal = refuse_further_push(self.fleet, event.request, event.caller, requests)
         if refusal is not None:
             self._out.append(Reply(event.call, _refused(refusal)))
             return

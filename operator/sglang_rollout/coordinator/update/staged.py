@@ -14,7 +14,7 @@ from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.outcome import abandon, fail_update
 from sglang_rollout.coordinator.update.phases import Phase, StagedUpdate
 from sglang_rollout.coordinator.update.phases import Update as OpenUpdate
-from sglang_rollout.coordinator.update.requests import Answer, Begin, CommitUpload, Update, Upload, WithdrawUpload
+from sglang_rollout.coordinator.update.requests import Answer, Begin, CommitUpload, Pause, Request, Update, Upload, WithdrawUpload
 from sglang_rollout.coordinator.update.signatures import refuse_other_version, refuse_unsigned, refuse_upload_without_key
 from sglang_rollout.coordinator.update.staging import (
     FLATTENED,
@@ -44,6 +44,33 @@ EARLY_SECONDS = 5.0
 """Deadline of the call that lets agents copy while the version still arrives. An agent answers it at once."""
 EARLY_PATIENCE_SECONDS = 0.5
 """How much later than half of the agents another one may answer that call, at least. The trainer waits for it."""
+
+_BEGINNING = (Pause, Begin, Update, Upload)
+"""First calls of a push."""
+_OF_SEVERAL_RANKS = (Pause, Update)
+"""Calls that several ranks of a trainer may make at the same time."""
+
+
+def refuse_further_push(fleet: Fleet, request: Request, caller: str, waiting: Iterable[tuple[Request | None, str]]) -> RefusedError | None:
+    """Return the refusal of a push while another one waits until engines have loaded a staged version; None if it may wait.
+
+    Args:
+        fleet: The fleet.
+        request: The call that arrives.
+        caller: Who sends it.
+        waiting: The calls that wait, each with its caller.
+    """
+    staged = fleet.update.staged if fleet.update is not None else None
+    if staged is None or not (staged.is_complete or staged.is_waiting) or not isinstance(request, _BEGINNING):
+        return None
+    earlier = [(other, sender) for other, sender in waiting if isinstance(other, _BEGINNING)]
+    if all(isinstance(request, _OF_SEVERAL_RANKS) and type(other) is type(request) and sender == caller for other, sender in earlier):
+        return None
+    message = (
+        f"The engines load version {fleet.target()} now, and another push waits for that already."
+        " Try again when GET /fleet shows that this version is committed."
+    )
+    return RefusedError(message, status=409, fleet={"state": "staged", "update": staged.id, "version": str(fleet.target())})
 
 
 async def begin(fleet: Fleet, ask: Begin, signed: SignedVersion | None = None) -> Answer:
