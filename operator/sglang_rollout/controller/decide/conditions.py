@@ -259,8 +259,7 @@ def _all_serve(summary: FleetSummary) -> Finding:
     if summary.wanted and (problem := describe_store_problem(summary.fleet)):
         return Finding(kind, "False", Reason.STORE_NOT_READY, problem)
     if summary.wanted and not summary.away:
-        all_serve = f"All {len(summary.wanted)} engines serve" if len(summary.wanted) > 1 else "The only engine serves"
-        return Finding(kind, "True", Reason.ALL_SERVING, f"{all_serve}{summary.version_suffix}.")
+        return Finding(kind, "True", Reason.ALL_SERVING, f"{_describe_all(len(summary.wanted))}{summary.version_suffix}.")
     if summary.wanted:
         return Finding(kind, "True", Reason.BASE_SERVING, _describe_base(summary))
     if rollout is not None and rollout.spec.state is State.SUSPENDED:
@@ -269,11 +268,14 @@ def _all_serve(summary: FleetSummary) -> Finding:
     return Finding(kind, "True", Reason.SCALED_TO_ZERO, "No engine is wanted (spec.replicas is 0).")
 
 
+def _describe_all(number: int, which: str = "") -> str:
+    return f"The engine{which} serves" if number == 1 else f"All {number} engines{which} serve"
+
+
 def _describe_base(summary: FleetSummary) -> str:
     base, surplus = summary.base_count, len(summary.wanted) - summary.base_count
-    serving = (
-        f"All {base} engines of the base serve{summary.version_suffix}, and {summary.serving_count - base} of {surplus} surplus engines."
-    )
+    of_surplus = f"{summary.serving_count - base} of {surplus} surplus engines"
+    serving = f"{_describe_all(base, ' of the base')}{summary.version_suffix}, and {of_surplus}."
     return f"{serving} {_and_more(summary.away[0].sentence, len(summary.away), 'not serving either')}"
 
 

@@ -51,7 +51,7 @@ async def pause(fleet: Fleet, ask: Pause) -> Answer:
     failed = await pause_all(fleet, Cause.TRAINER, ask.mode, ask.body)
     if failed is None:
         fleet.hold()
-        if defers_pauses(fleet) and fleet.up():
+        if defers_pauses(fleet):
             return await _defer(fleet)
     names = list(fleet.up())
     message = "Generation paused successfully." if names else f"{NO_ENGINE_UP}, so none had to be paused."

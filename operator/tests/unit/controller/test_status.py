@@ -69,6 +69,13 @@ def test_serving_fleet() -> None:
     assert condition(alone, "Ready")["message"] == "The only engine serves version step-1."
 
 
+def test_a_fleet_of_one_engine_is_described_in_the_singular() -> None:
+    alone = world([pod(0)], written=record(row(0, V1), committed=V1), custom=cr(1))
+    assert ready(alone)[2] == "The engine serves version step-1."
+    with_surplus = world([pod(0)], written=record(row(0, V1), committed=V1), custom=cr(2, elastic={"base": 1}))
+    assert ready(with_surplus)[2].startswith("The engine of the base serves version step-1, and 0 of 1 surplus engines.")
+
+
 def test_recent_updates_have_authors_bytes_and_reasons() -> None:
     older = EndedUpdate(
         version=V1, outcome=UpdateOutcome.COMMITTED, finished=NOW, phases_ms={"total": 1200}, author="ml/Job/anne", bytes=64
