@@ -31,6 +31,7 @@ from sglang_rollout.wire import ports
 from sglang_rollout.wire.agent import AckRequest, CheckpointRequest, FenceRequest, MemberReport, PreflightRequest, SyncRequest
 from sglang_rollout.wire.reasons import RefusedError
 from sglang_rollout.wire.signed import SignedVersion
+from sglang_rollout.wire.staged import DropRequest
 from sglang_rollout.wire.states import EngineState
 
 MAX_BODY = 16 * 1024 * 1024
@@ -92,7 +93,9 @@ class Routes:
 
     def protected(self) -> dict[str, Handler]:
         """Return the handlers of the coordinator's calls, by path."""
-        staged = {} if self._staged is None else {ports.AGENT_STAGE: self.stage, ports.AGENT_ACTIVATE: self.activate}
+        staged: dict[str, Handler] = {}
+        if self._staged is not None:
+            staged = {ports.AGENT_STAGE: self.stage, ports.AGENT_DROP: self.drop, ports.AGENT_ACTIVATE: self.activate}
         return {
             **staged,
             ports.AGENT_SYNC: self.sync,
@@ -209,6 +212,13 @@ class Routes:
         if self._staged is None:
             raise web.HTTPNotFound
         return await self._staged.activate(request, partial(self._apply_sync, request))
+
+    async def drop(self, request: web.Request) -> web.StreamResponse:
+        """Delete the copy of an update that failed."""
+        if self._staged is None:
+            raise web.HTTPNotFound
+        await self._staged.drop(await read_message(request, DropRequest))
+        return await self._status_if_settled()
 
     async def control(self, request: web.Request) -> web.StreamResponse:
         """Forward one of SGLang's control calls."""

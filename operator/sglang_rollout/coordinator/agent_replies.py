@@ -17,6 +17,7 @@ from sglang_rollout.wire.ports import (
     AGENT_ACK,
     AGENT_ACTIVATE,
     AGENT_CHECKPOINT,
+    AGENT_DROP,
     AGENT_FENCE,
     AGENT_PREFLIGHT,
     AGENT_RUN,
@@ -43,7 +44,7 @@ STORE_PATHS = frozenset(
 )
 """Paths that the weight store answers with its status."""
 REPLIES: Mapping[str, type[AgentStatus | PreflightReply | CheckpointReply | ActivateReply | StoreStatus]] = {
-    **dict.fromkeys((AGENT_SYNC, AGENT_RUN, AGENT_SIGNATURE, AGENT_ACK, AGENT_FENCE, AGENT_STAGE), AgentStatus),
+    **dict.fromkeys((AGENT_SYNC, AGENT_RUN, AGENT_SIGNATURE, AGENT_ACK, AGENT_FENCE, AGENT_STAGE, AGENT_DROP), AgentStatus),
     **dict.fromkeys(STORE_PATHS, StoreStatus),
     **dict.fromkeys((AGENT_PREFLIGHT, STORE_PREFLIGHT), PreflightReply),
     AGENT_CHECKPOINT: CheckpointReply,

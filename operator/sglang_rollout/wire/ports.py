@@ -90,10 +90,12 @@ AGENT_ACK = "/agent/ack"  # POST AckRequest -> AgentStatus: the engine holds thi
 AGENT_FENCE = "/agent/fence"  # POST FenceRequest -> AgentStatus: give up an incomplete update: gate closed, engine not paused
 
 AGENT_STAGE = "/agent/stage"  # POST StageRequest -> AgentStatus: copy a version into the pod
+AGENT_DROP = "/agent/drop"  # POST DropRequest -> AgentStatus: delete the copy of an update that failed
 AGENT_ACTIVATE = "/agent/activate"  # POST ActivateRequest -> ActivateReply: load a copy into the engine
 
 # From the head pod of an engine to its member pods. AGENT_PREFLIGHT and AGENT_CHECKPOINT are sent to them as well.
 MEMBER_STAGE = "/agent/member/stage"  # POST StageRequest -> MemberStageReply: copy a version into the pod
+MEMBER_DROP = "/agent/member/drop"  # POST DropRequest -> MemberStageReply: delete the copy of an update
 MEMBER_ATTEMPT = "/agent/member/attempt"  # POST AttemptRequest -> AttemptReply: prepare a load of a copy by the ranks of the pod
 MEMBER_VERDICTS = "/agent/member/verdicts"  # POST AttemptRequest -> AttemptReply: what these ranks have done
 

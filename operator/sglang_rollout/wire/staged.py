@@ -101,6 +101,12 @@ class StageRequest(Message):
     """Seconds after which a copy that is not complete has failed."""
 
 
+class DropRequest(Message):
+    """Delete the copy of an update that failed, unless the engine loads it now. Other copies stay, also if the request arrives late."""
+
+    update: str = Field(pattern=UPDATE_PATTERN)
+
+
 class ActivateRequest(Message):
     """Load a complete copy into the engine, and acknowledge the version. The engine is paused meanwhile."""
 
@@ -135,7 +141,7 @@ class ActivateReply(Message):
 
 
 class MemberStageReply(Message):
-    """Answer of a member pod to a StageRequest."""
+    """Answer of a member pod to a StageRequest or a DropRequest."""
 
     refusal: Refusal | None
     """Why the pod cannot have the version; None if its copy is complete, or has begun."""

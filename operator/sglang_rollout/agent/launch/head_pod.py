@@ -33,12 +33,12 @@ from sglang_rollout.wire.agent import (
     Verdict,
 )
 from sglang_rollout.wire.reasons import Refusal, RefusalCode
-from sglang_rollout.wire.staged import AttemptReply, AttemptRequest, MemberStageReply, StagedCopy, StageRequest
+from sglang_rollout.wire.staged import AttemptReply, AttemptRequest, DropRequest, MemberStageReply, StagedCopy, StageRequest
 from sglang_rollout.wire.states import StagedVersion
 
 log = logging.getLogger(__name__)
 
-_Request = PreflightRequest | CheckpointRequest | StageRequest | AttemptRequest
+_Request = PreflightRequest | CheckpointRequest | StageRequest | DropRequest | AttemptRequest
 _Reply = TypeVar("_Reply", PreflightReply, CheckpointReply, MemberStageReply, AttemptReply)
 _HEALTH_SECONDS = 3.0
 _CONNECT_SECONDS = 5.0

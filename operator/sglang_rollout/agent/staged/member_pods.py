@@ -14,9 +14,9 @@ from sglang_rollout.agent.launch.head_pod import HeadPod
 from sglang_rollout.agent.staged.verdicts import Verdict, Verdicts
 from sglang_rollout.proxy.address import Address
 from sglang_rollout.staging.copies import Copies, Copy
-from sglang_rollout.wire.ports import MEMBER_ATTEMPT, MEMBER_STAGE, MEMBER_VERDICTS
+from sglang_rollout.wire.ports import MEMBER_ATTEMPT, MEMBER_DROP, MEMBER_STAGE, MEMBER_VERDICTS
 from sglang_rollout.wire.reasons import Refusal, RefusalCode, RefusedError
-from sglang_rollout.wire.staged import AttemptReply, AttemptRequest, MemberStageReply, StagedCopy, StageRequest
+from sglang_rollout.wire.staged import AttemptReply, AttemptRequest, DropRequest, MemberStageReply, StagedCopy, StageRequest
 from sglang_rollout.wire.states import StagedVersion
 
 log = logging.getLogger(__name__)
@@ -89,6 +89,10 @@ class MemberPods:
         finally:
             self._calls -= 1
 
+    async def drop(self, request: DropRequest) -> None:
+        """Delete the copy of an update in every member pod that answers. The next stage call deletes it in the others."""
+        self._note_copies(await self._head.ask_members(MEMBER_DROP, request, MemberStageReply, _CALL_SECONDS))
+
     async def open_attempt(self, attempt: str, update: str, digest: str) -> None:
         """Prepare a load by the ranks of all member pods. Raises RefusedError if a pod does not have the complete copy."""
         request = AttemptRequest(attempt=attempt, update=update, digest=digest)
@@ -135,10 +139,13 @@ class MemberPods:
 
     async def _stage(self, request: StageRequest, seconds: float) -> None:
         replies = await self._head.ask_members(MEMBER_STAGE, request, MemberStageReply, seconds)
+        self._note_copies(replies)
+        self._raise_refusal(replies)
+
+    def _note_copies(self, replies: dict[int, MemberStageReply]) -> None:
         for rank, reply in replies.items():
             if reply.refusal is None:
                 self._head.note_copies(rank, reply.copies)
-        self._raise_refusal(replies)
 
     def _raise_refusal(self, replies: dict[int, MemberStageReply] | dict[int, AttemptReply]) -> None:
         for rank in self._ranks():

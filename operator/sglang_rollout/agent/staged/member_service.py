@@ -23,9 +23,9 @@ from sglang_rollout.staging.copies import Copies, Copy
 from sglang_rollout.staging.index import Index
 from sglang_rollout.staging.payload import install_loader
 from sglang_rollout.staging.serve import staging_routes
-from sglang_rollout.wire.ports import MEMBER_ATTEMPT, MEMBER_STAGE, MEMBER_VERDICTS
+from sglang_rollout.wire.ports import MEMBER_ATTEMPT, MEMBER_DROP, MEMBER_STAGE, MEMBER_VERDICTS
 from sglang_rollout.wire.reasons import Refusal, RefusalCode, RefusedError
-from sglang_rollout.wire.staged import AttemptReply, AttemptRequest, MemberStageReply, RankVerdict, StagedCopy, StageRequest
+from sglang_rollout.wire.staged import AttemptReply, AttemptRequest, DropRequest, MemberStageReply, RankVerdict, StagedCopy, StageRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,8 @@ class StagedMember:
 
     def routes(self, credentials: Credentials) -> list[web.RouteDef]:
         """Return the calls of the head pod."""
-        handlers = {MEMBER_STAGE: self._stage, MEMBER_ATTEMPT: self._open_attempt, MEMBER_VERDICTS: self._read_verdicts}
+        handlers = {MEMBER_STAGE: self._stage, MEMBER_DROP: self._drop}
+        handlers |= {MEMBER_ATTEMPT: self._open_attempt, MEMBER_VERDICTS: self._read_verdicts}
         return [web.post(path, _with_token(handler, credentials)) for path, handler in handlers.items()]
 
     async def _stage(self, request: web.Request) -> web.StreamResponse:
@@ -72,6 +73,11 @@ class StagedMember:
         except RefusedError as error:
             refusal = Refusal(error.refusal.code, str(error))
         return web.json_response(MemberStageReply(refusal=refusal, copies=self.list_copies()).model_dump(mode="json"))
+
+    async def _drop(self, request: web.Request) -> web.StreamResponse:
+        """Delete the copy of an update. The head pod does not ask for one that is being loaded."""
+        await self._stager.drop((await read_message(request, DropRequest)).update)
+        return web.json_response(MemberStageReply(refusal=None, copies=self.list_copies()).model_dump(mode="json"))
 
     async def _open_attempt(self, request: web.Request) -> web.StreamResponse:
         """Prepare a load by the ranks of this pod, which must have the complete copy."""

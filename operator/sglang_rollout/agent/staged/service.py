@@ -27,7 +27,7 @@ from sglang_rollout.staging.payload import install_loader
 from sglang_rollout.staging.serve import staging_routes
 from sglang_rollout.wire.agent import SyncRequest
 from sglang_rollout.wire.reasons import RefusedError, reason_phrase
-from sglang_rollout.wire.staged import ActivateRequest, StageRequest
+from sglang_rollout.wire.staged import ActivateRequest, DropRequest, StageRequest
 from sglang_rollout.wire.trainer import ControlReply
 
 _ACTIVATE_SECONDS = 300.0
@@ -77,6 +77,14 @@ class StagedService:
             return
         relayed = wanted.model_copy(update={"keep": [*wanted.keep, *in_use]})
         await asyncio.gather(self._stager.stage(self.members.add_parents(wanted), seconds), self.members.stage(relayed, seconds))
+
+    async def drop(self, wanted: DropRequest) -> None:
+        """Delete the copy of an update in all pods of the engine, unless the engine loads it now."""
+        if wanted.update in self._activator.updates_in_use:
+            return
+        await self._stager.drop(wanted.update)
+        if self.members is not None:
+            await self.members.drop(wanted)
 
     async def activate(self, request: web.Request, apply_sync: Callable[[SyncRequest], None]) -> web.StreamResponse:
         """Load a version into the engine. ``apply_sync`` applies a sync of this request."""

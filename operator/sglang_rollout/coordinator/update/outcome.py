@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from sglang_rollout.coordinator.update.interruption import Cause
 from sglang_rollout.coordinator.update.membership import engines_without_tensors, is_enough
 from sglang_rollout.coordinator.update.model import Fleet
-from sglang_rollout.coordinator.update.phases import Phase, Update
+from sglang_rollout.coordinator.update.phases import Phase, StagedUpdate, Update
 from sglang_rollout.coordinator.update.requests import Answer
 from sglang_rollout.coordinator.update.signatures import compares_checksums
 from sglang_rollout.coordinator.update.staging import kept_updates
@@ -30,12 +30,14 @@ from sglang_rollout.coordinator.update.store import STORE, leave_path
 from sglang_rollout.coordinator.update.verify import announce_model_tensors, commit_tensors, find_incomplete, should_verify, verify
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.agent import AckRequest
-from sglang_rollout.wire.ports import AGENT_ACK, STORE_DROP
+from sglang_rollout.wire.ports import AGENT_ACK, AGENT_DROP, STORE_DROP
 from sglang_rollout.wire.record import EndedUpdate, UpdateOutcome, UpdateReason
 from sglang_rollout.wire.states import EngineState, Version
 
 MAX_REASON_CHARACTERS = 4000
 """Longest reason of the last update in the record. The trainer's answer has all of it."""
+DROP_PATIENCE_SECONDS = 0.5
+"""How much later than half of the agents another one may have deleted its copy, at least. The next call of the trainer waits for it."""
 FENCED = "fenced"
 """Key in an answer: the engines that a commit left behind, each with the reason."""
 
@@ -281,11 +283,19 @@ async def fail_update(
     if answer_now:
         await reply(answer)
     await fence(fleet, [name for name in names if _is_reachable(fleet, name)], reason)
-    if staged is not None and fleet.is_up(STORE):
-        await send(STORE_DROP, {STORE: {"keep": kept_updates(fleet)}}, SYNC_DEADLINE_SECONDS, idempotent=True)
+    if staged is not None:
+        await _drop_copies(fleet, staged)
     # Whatever follows, in this operation or another, is a new transaction with times of its own.
     fleet.enter(Phase.IDLE)
     return answer
+
+
+async def _drop_copies(fleet: Fleet, staged: StagedUpdate) -> None:
+    """Delete what the weight store and the engine pods have of a failed update. A pod that misses the call does so with the next update."""
+    if fleet.is_up(STORE):
+        await send(STORE_DROP, {STORE: {"keep": kept_updates(fleet)}}, SYNC_DEADLINE_SECONDS, idempotent=True)
+    names = [name for name in fleet.engines if _is_reachable(fleet, name)]
+    await send(AGENT_DROP, same_body(names, {"update": staged.id}), SYNC_DEADLINE_SECONDS, patience=DROP_PATIENCE_SECONDS)
 
 
 def _forget_staged(fleet: Fleet, update: Update) -> None:

@@ -30,7 +30,7 @@ from sglang_rollout.coordinator.update.staging import (
     size_limit,
     stage_body,
 )
-from sglang_rollout.coordinator.update.steps import send
+from sglang_rollout.coordinator.update.steps import reply, send
 from sglang_rollout.coordinator.update.store import STORE
 from sglang_rollout.coordinator.update.transaction import find_group, live_members, refuse_stale_group
 from sglang_rollout.coordinator.update.verify import announced_names, read_model_tensors
@@ -224,8 +224,10 @@ async def withdraw_upload(fleet: Fleet, ask: WithdrawUpload) -> Answer:
     """Give up an upload for its trainer."""
     update = fleet.update
     if update is not None and update.staged is not None and update.staged.id == ask.update:
+        answer = Answer(200, "The upload was withdrawn. Nothing has changed.", {"update": ask.update})
+        await reply(answer)  # the store and the agents delete their copies afterwards
         await abandon(fleet, UpdateReason.WITHDRAWN, "the trainer withdrew its upload")
-        return Answer(200, "The upload was withdrawn. Nothing has changed.", {"update": ask.update})
+        return answer
     ended = _find_ended(fleet, ask.update)
     if ended.reason is UpdateReason.WITHDRAWN:
         return Answer(200, "The upload has been withdrawn before.", {"update": ask.update})

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sglang_rollout.agent.staged.member_pods import MemberPods
-from sglang_rollout.wire.ports import MEMBER_ATTEMPT, MEMBER_STAGE, MEMBER_VERDICTS, STAGED, TICKET_HEADER
+from sglang_rollout.wire.ports import AGENT_DROP, MEMBER_ATTEMPT, MEMBER_DROP, MEMBER_STAGE, MEMBER_VERDICTS, STAGED, TICKET_HEADER
 from sglang_rollout.wire.reasons import GateReason, RefusalCode
 from sglang_rollout.wire.staged import StageRequest
 from sglang_rollout.wire.states import BASE, EngineState
@@ -118,6 +118,19 @@ async def test_copies_that_are_not_kept_are_deleted_in_both_pods(pair: PairHere,
         assert {path.name for path in volume.iterdir()} == {"loader", two.update, three.update}
 
 
+async def test_a_copy_that_is_dropped_is_deleted_in_both_pods_and_others_stay(pair: PairHere, source: Source) -> None:
+    one, two = source.make(1), source.make(2, sealed=False)
+    await serve_version(pair.head, source, one)
+    assert (await stage(pair.head, source, two, keep=(one,))).status == 200
+    assert {copy.update for copy in await pair.staged()} == {one.update, two.update}
+    answer = await pair.head.control(AGENT_DROP, {"update": two.update})
+    assert (answer.status, [copy["update"] for copy in answer.body["staged"]]) == (200, [one.update])
+    for volume in (pair.head.volume, pair.member.volume):
+        assert {path.name for path in volume.iterdir()} == {"loader", one.update}
+    assert (await pair.head.control(AGENT_DROP, {"update": two.update})).status == 200, "it may be repeated"
+    assert (await pair.head.control(AGENT_DROP, {"update": "../x"})).status == 400
+
+
 async def test_a_pod_without_the_version_is_named(pair: PairHere, source: Source) -> None:
     made = source.make(1)
     await pair.member.end()
@@ -134,7 +147,7 @@ async def test_a_pod_without_the_version_is_named(pair: PairHere, source: Source
 async def test_calls_and_copies_of_the_member_pod_need_credential_and_ticket(pair: PairHere, source: Source) -> None:
     made = source.make(1)
     await stage(pair.head, source, made)
-    for path in (MEMBER_STAGE, MEMBER_ATTEMPT, MEMBER_VERDICTS):
+    for path in (MEMBER_STAGE, MEMBER_DROP, MEMBER_ATTEMPT, MEMBER_VERDICTS):
         for token, status in (("wrong", 403), (None, 401)):
             headers = {} if token is None else {"Authorization": f"Bearer {token}"}
             async with pair.head.http.post(pair.member.address.url + path, json={}, headers=headers) as reply:

@@ -22,6 +22,7 @@ from sglang_rollout.wire.ports import (
     AGENT_ACK,
     AGENT_ACTIVATE,
     AGENT_CHECKPOINT,
+    AGENT_DROP,
     AGENT_FENCE,
     AGENT_PREFLIGHT,
     AGENT_RUN,
@@ -124,6 +125,8 @@ class SimulatedAgent:
     """None: it accepts unsigned versions."""
     copies: dict[str, Copy] = field(default_factory=dict)
     """Staged versions in the memory of its pod, by update. They survive a restart of the engine."""
+    begun: set[str] = field(default_factory=set)
+    """Updates whose copies have begun and are not complete."""
     peers: Mapping[str, Holder] = field(default_factory=dict)
     """The pods and the weight store that it can copy from."""
     breaks: bool = False
@@ -294,6 +297,10 @@ class SimulatedAgent:
             return self._acknowledge(AckRequest.model_validate(body), token, works)
         if path == AGENT_STAGE:
             return self._stage(body, works)
+        if path == AGENT_DROP:
+            self.copies.pop(body["update"], None)
+            self.begun.discard(body["update"])
+            return self._report()
         if path == AGENT_ACTIVATE:
             return self._activate_and_resume(body, works)
         if not self.up:
@@ -374,12 +381,14 @@ class SimulatedAgent:
     def _stage(self, body: dict[str, Any], works: bool) -> Result:
         self.copies = {update: copy for update, copy in self.copies.items() if update in (*body["keep"], body["update"])}
         held = self.copies.get(body["update"])
+        self.begun = {update for update in self.begun if update in body["keep"]} | ({body["update"]} if held is None else set())
         if not body["digest"] or (held is not None and held.digest == body["digest"]):
             return self._report()
         found = fetch(self.peers, body) if works else None
         if found is None:
             return Result(ok=False, status=502, message="no parent has the version.")
         self.copies[body["update"]] = found
+        self.begun.discard(body["update"])
         return self._report()
 
     def _activate_and_resume(self, body: dict[str, Any], works: bool) -> Result:
