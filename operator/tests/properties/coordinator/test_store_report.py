@@ -64,11 +64,11 @@ def test_a_version_that_no_pod_has_is_lacking_until_the_next_push() -> None:
         world.add_agent(name)
     world.tick(5)
     world.settle()
-    assert world.states[-1] is StoreState.LACKING
+    assert world.states[-1:] == [StoreState.LACKING]
     assert "No pod and no usable snapshot has the committed version 1/1: push again" in world.message()
     world.push("2")
     world.settle()
-    assert world.states[-1] is StoreState.COMPLETE
+    assert world.states[-1:] == [StoreState.COMPLETE]
 
 
 def test_a_store_that_does_not_answer_is_away() -> None:
@@ -78,7 +78,7 @@ def test_a_store_that_does_not_answer_is_away() -> None:
     world.store.answers = False
     for _ in range(MAX_MISSES):
         world.poll_store()
-    assert world.states[-1] is StoreState.AWAY
+    assert world.states[-1:] == [StoreState.AWAY]
     world.store.answers = True
     world.settle()
-    assert world.states[-1] is StoreState.COMPLETE
+    assert world.states[-1:] == [StoreState.COMPLETE]
