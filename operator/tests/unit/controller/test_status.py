@@ -66,7 +66,7 @@ def test_serving_fleet() -> None:
     assert [row["phase"] for row in status["engines"]] == ["Serving", "Serving"]
     assert condition(status, "Ready")["message"] == "All 2 engines serve version step-1."
     alone = status_of(world([pod(0)], custom=cr(replicas=1), written=record(row(0, V1), committed=V1)))
-    assert condition(alone, "Ready")["message"] == "The only engine serves version step-1."
+    assert condition(alone, "Ready")["message"] == "The engine serves version step-1."
 
 
 def test_a_fleet_of_one_engine_is_described_in_the_singular() -> None:
