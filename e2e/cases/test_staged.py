@@ -360,13 +360,14 @@ def holds_everywhere(url: str) -> bool:
 
 # --- a process group that stays open -----------------------------------------------------------------------------------
 
+OPEN_FLEET = "staged_fleet" if os.environ.get("STAGED_ENGINES") == "sglang" else "staged_stand"
+"""Fixture of the fleet whose trainer opens one process group."""
+
 
 @pytest.fixture
 def open_fleet(kubectl: Kubectl, request: pytest.FixtureRequest) -> tuple[str, str]:
     """Return the name and the model of the fleet whose trainer opens one process group."""
-    if os.environ.get("STAGED_ENGINES") == "sglang":
-        return request.getfixturevalue("staged_fleet"), TINY
-    return request.getfixturevalue("staged_stand"), "stand-in"
+    return request.getfixturevalue(OPEN_FLEET), TINY if OPEN_FLEET == "staged_fleet" else "stand-in"
 
 
 @contextlib.contextmanager
@@ -408,6 +409,7 @@ def check_gates(url: str) -> None:
     assert any(row["gate_open"] for row in seen["members"])
 
 
+@pytest.mark.usefixtures(OPEN_FLEET)  # so that the case runs beside the others of this fleet
 def test_a_trainer_that_opens_its_process_group_once_updates_engines_that_come_and_go(
     kubectl: Kubectl, open_fleet: tuple[str, str], client: str, tmp_path: Path
 ) -> None:
