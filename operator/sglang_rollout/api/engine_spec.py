@@ -158,7 +158,7 @@ class Parallelism(ApiModel):
     receive weights over a process group."""
     data: int = Field(default=1, ge=1, le=64)
     """Copies of the model behind one server, each of `tensor * pipeline` ranks, all in one pod. Above 1 only with
-    `weights.transport: Disk`. More engines (`replicas`) have the same effect and can be updated over a process group."""
+    `weights.transport: Staged` or `Disk`. More engines (`replicas`) have the same effect with each transport."""
     expert: int = Field(default=1, ge=1, le=64)
     """Expert-parallel size of a mixture-of-experts model (`--ep-size`); must divide `tensor`."""
     attention_data: int = Field(default=1, ge=1, le=64)

@@ -113,7 +113,7 @@ class Staging(ApiModel):
     trainer_pause: TrainerPause = TrainerPause.HONOUR
     """Effect of a trainer's `/pause_generation`. `Honour`: engines are paused until the trainer continues, also while it sends the version.
     `Defer`: running requests are aborted or retracted once, as the trainer asks; then engines generate with the old version until they load
-    the new one. Not for all trainers: see docs/how-to/staged.md."""
+    the new one. Not for all trainers: see docs/how-to/defer-pauses.md."""
 
     @property
     def size_bytes(self) -> int:
