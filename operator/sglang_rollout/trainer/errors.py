@@ -86,7 +86,7 @@ class GroupFailed(FleetError):
 
 
 class PushFailed(FleetError):
-    """A weight push did not become the fleet's committed version.
+    """A weight push did not become the committed version, or too few engines have loaded it.
 
     Engines that still hold the committed version continue to serve it. Engines that received a part of this push serve no
     requests until the next complete push. The remedy is nearly always to push again: the next push opens a new process

@@ -205,7 +205,7 @@ class Fleet:
         device: str | None = None,
         timeout: float = OPEN_SECONDS,
     ) -> ProcessGroup:
-        """Open a process group for weight updates with all engines of the fleet. This process is rank 0.
+        """Open a process group for weight updates. This process is rank 0, and the others are the engines or the weight store.
 
         ``push`` opens a process group by itself. Call this method to choose its options: later pushes use the same ones.
         While the fleet cannot open a process group (503, for example while engines start), the call is retried.
@@ -239,7 +239,7 @@ class Fleet:
         """Send these weights to every engine as ``version``. Return when the fleet has committed the version.
 
         A fleet with ``weights.transport: Staged`` gets the weights as an upload over HTTP, unless ``open_group`` was called before.
-        Its engines generate meanwhile, and a push that fails changes nothing.
+        Its engines generate meanwhile, and a push that fails before the commit changes nothing that is served.
 
         Names, shapes and types are checked before the first call to the fleet. If a tensor is a ``DTensor`` (FSDP2), every
         rank of its mesh must call ``push`` with the same arguments: the ranks gather the tensors bucket by bucket, the
@@ -250,7 +250,8 @@ class Fleet:
                 iterator is read and checked bucket by bucket, so it may gather shards itself.
             version: Label of the version.
             bucket_bytes: Maximum bytes of one broadcast.
-            timeout: Seconds for each step (begin, a bucket, end), and for ranks of the trainer to wait for each other. The
+            timeout: Seconds for each step (begin, a bucket or a piece, end), and for ranks of the trainer to wait for each other. The
+                commit of an upload may take three times as long, because engine pods copy the version and engines load it. The
                 default is above the fleet's own deadline, so that the fleet's error, which has the reason, comes first.
             snapshot: True or False: write this push to disk or not. None: ``snapshots`` decides.
             checksums: Expected checksums of an engine, by its number of tensor-parallel ranks: the ``per_gpu_checksum`` of each
@@ -262,7 +263,8 @@ class Fleet:
                 snapshot.
 
         Raises:
-            PushFailed: The fleet did not commit the version, and continues to serve the previous version.
+            PushFailed: The fleet did not commit the version, and continues to serve the previous version; or it committed the version
+                with too few engines (``weights.transport: Staged``). The exception's ``advice`` says which.
             ValueError: An argument is wrong.
         """
         source = Source(named_tensors, specs)

@@ -75,7 +75,8 @@ class PushResult:
     ``transfer``), ``transfer``, ``end`` and ``total``.
     """
     fenced: dict[str, str] = field(default_factory=dict)
-    """Engines that failed at the end and serve no requests until the next push, with reasons; only with ``weights.minCommitted``."""
+    """Engines that failed at the end, with reasons; only with ``weights.minCommitted``. They serve no requests until the next push, or
+    with ``weights.transport: Staged`` until they have loaded their copies."""
     snapshot: Future[Snapshot] | None = None
     """The snapshot of this push, written in the background; None if this push is not written."""
     state: str = "committed"
