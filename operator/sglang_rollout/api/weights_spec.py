@@ -108,8 +108,9 @@ class Staging(ApiModel):
     fanout: int = Field(default=4, ge=1, le=64)
     """Maximum number of pods that copy a version from the same pod at a time."""
     bandwidth_limit: str | None = Field(default=None, max_length=32, pattern=SIZE)
-    """Maximum bytes per second that an engine pod, or the weight store, receives from the other pods of the fleet, and that it sends to
-    them, such as `500Mi`; each direction apart. Bytes between the trainer and the weight store are not limited. Default: no limit."""
+    """Maximum bytes per second of versions that an engine pod, or the weight store, receives from the other pods of the fleet, and that it
+    sends to them, such as `500Mi`; each direction apart. What the trainer sends, and compiled kernels, are not limited. Default: no
+    limit."""
     trainer_pause: TrainerPause = TrainerPause.HONOUR
     """Effect of a trainer's `/pause_generation`. `Honour`: engines are paused until the trainer continues, also while it sends the version.
     `Defer`: running requests are aborted or retracted once, as the trainer asks; then engines generate with the old version until they load

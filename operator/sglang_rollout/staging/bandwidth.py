@@ -15,9 +15,9 @@ PART_BYTES = 2**20
 """Bytes of the largest part."""
 _MIN_PART_BYTES = 2**10
 _PARTS_PER_SECOND, _TURNS_PER_SECOND = 256, 2
-"""Parts of a limited pod in a second: at least so many, and at least so many of each transfer."""
+"""Minimum parts per second: of a pod, and of each transfer."""
 _BURST_SECONDS = 0.1
-"""Time that a pause of all transfers may be made up for."""
+"""Seconds of unused bandwidth that may be used later."""
 
 
 class TokenBucket:
@@ -64,8 +64,8 @@ class Bandwidth:
         if self.limit is None:
             return ""
         return (
-            f"With weights.staging.bandwidthLimit a pod receives at most {self.limit} bytes per second, and sends as many to all pods that"
-            " copy from it together: raise it, or deadlines.stageSeconds."
+            f"A pod receives at most {self.limit} bytes per second, and sends at most {self.limit} in total"
+            " (weights.staging.bandwidthLimit). Raise the limit or deadlines.stageSeconds."
         )
 
     @contextmanager

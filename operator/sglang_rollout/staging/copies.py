@@ -27,7 +27,6 @@ from sglang_rollout.staging.files import (
     finish_in_thread,
     hash_range,
     hide_folder,
-    map_shard,
     patch_range,
     read_boot_id,
     replace_file,
@@ -82,12 +81,12 @@ class Copy:
         self.version: Version | None = None
         self.is_deleted = False
         self.transferred = 0
-        """Bytes that were sent to this process for the copy: differences count as what they are, and equal pieces not at all."""
+        """Bytes that were sent to this process for the copy. A difference counts with its own size; an equal piece counts 0."""
         self.differences = KeptDifferences(folder / DIFFERENCES)
         self.failure = ""
         """Why nothing more arrives, as a sentence; empty while the copy may grow."""
         self.bytes_received = 0
-        """Bytes that were read from other pods, also those of unfinished pieces."""
+        """Bytes that were read from other pods or from a trainer, also those of unfinished pieces."""
         self._counting = threading.Lock()
         self._data_starts: list[int] = []
         self._locks: dict[tuple[int, int], asyncio.Lock] = {}
@@ -114,7 +113,12 @@ class Copy:
         """Return what statuses say about the copy."""
         digest = self.index.end.digest if self.index.end else ""
         return StagedCopy(
-            update=self.update, version=self.version, bytes=self.index.bytes_arrived, digest=digest, transferred=self.transferred
+            update=self.update,
+            version=self.version,
+            bytes=self.index.bytes_arrived,
+            digest=digest,
+            transferred=self.transferred,
+            received=self.bytes_received,
         )
 
     def shard_path(self, shard: int) -> Path:
@@ -231,19 +235,14 @@ class Copy:
         return self._add_piece(shard, piece, digest)
 
     async def allocate(self, shard: int) -> None:
-        """Reserve the space of a shard's file, so that writes to its map cannot fail. Raises StagedError without space."""
+        """Reserve the space of a shard's file, because another process writes to a map of it. Raises StagedError without space."""
         path, size = self.shard_path(shard), self.file_sizes[shard]
         for piece in range(piece_count(self.index.sizes[shard])):
             self._touched[shard, piece] = self.index.piece_size(shard, piece)
         await finish_in_thread(lambda: allocate(path, size))
 
-    def buffer(self, shard: int) -> memoryview:
-        """Return a writable map of a shard's data bytes. Call :meth:`allocate` before, and :meth:`confirm_piece` for each piece after."""
-        self._check_open()
-        return map_shard(self.shard_path(shard), self._data_starts[shard])
-
     async def confirm_piece(self, shard: int, piece: int) -> Piece:
-        """Hash a piece that was written to the shard's map, and enter it into the index."""
+        """Hash a piece that another process has written to the file, and enter it into the index."""
         path, offset, size = self.piece_location(shard, piece)
         index = self.index
         self._check_open(index)
@@ -255,11 +254,6 @@ class Copy:
         self._check_open(index)
         self.transferred += size if self._add_piece(shard, piece, digest) else 0
         return Piece(shard=shard, piece=piece, digest=digest)
-
-    async def confirm_shard(self, shard: int) -> None:
-        """Hash all pieces of a shard that was written to its map, and enter them into the index."""
-        for piece in range(piece_count(self.index.sizes[shard])):
-            await self.confirm_piece(shard, piece)
 
     def seal(self, version: Version | None = None) -> VersionEnd:
         """Declare the copy complete, and write its manifest. May be repeated, for a version that was not known before.
@@ -342,7 +336,7 @@ class Copy:
                 self._waiters.discard(waiter)
 
     def note_bytes(self, count: int) -> None:
-        """Count bytes that have arrived from another pod. Threads may call it."""
+        """Count bytes that have arrived. Threads may call it."""
         with self._counting:
             self.bytes_received += count
 
@@ -445,7 +439,7 @@ class Copies:
     async def keep(self, updates: set[str]) -> None:
         """Delete all copies but these. Returns when their space is free.
 
-        If one of these has not begun, the copies that stay do without their differences: pods copy the next version now.
+        If one of these has not begun, the differences of all copies are deleted, because pods copy the new version now.
         """
         if not updates <= self._copies.keys():
             for copy in list(self._copies.values()):

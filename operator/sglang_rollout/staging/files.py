@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import mmap
 import os
 import secrets
 import shutil
 from collections.abc import AsyncIterable, Callable, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
-from typing import TypeVar
+from typing import IO, TypeVar
 
 from sglang_rollout.staging.differences import decode, exclusive_or
 from sglang_rollout.staging.index import StagedError, StagedFault
@@ -27,17 +26,6 @@ _BATCH_CHUNKS = 512
 """Most buffers of one system call; Linux allows 1024."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _Result = TypeVar("_Result")
-
-
-def map_shard(path: Path, data_start: int) -> memoryview:
-    """Return a writable map of the bytes behind the header of a shard's file. The map is shared with other processes.
-
-    Allocate the file before (:meth:`Copy.allocate`): a write to a page for which the volume has no space ends the process.
-    """
-    with path.open("r+b") as file:
-        if os.fstat(file.fileno()).st_size <= data_start:
-            return memoryview(bytearray())  # an empty range cannot be mapped
-        return memoryview(mmap.mmap(file.fileno(), 0))[data_start:]
 
 
 class Writing:
@@ -164,14 +152,22 @@ def patch_range(base: Path, base_offset: int, path: Path, offset: int, size: int
         raise StagedError(f"{base} cannot be read: {error.strerror or error}.", StagedFault.INCOMPLETE) from error
     with source:
         for block in decode(difference, size):
-            held = os.pread(source.fileno(), len(block), base_offset + position)
-            if len(held) < len(block):
-                raise StagedError(f"{base} is too short.", StagedFault.INCOMPLETE)
+            held = _read_part(source, base_offset + position, len(block), base)
             data = exclusive_or(held, block) if difference else held
             hashed.update(data)
             write_at(path, offset + position, [data])
             position += len(data)
     return hashed.hexdigest()
+
+
+def _read_part(file: IO[bytes], offset: int, size: int, path: Path) -> bytes:
+    try:
+        held = os.pread(file.fileno(), size, offset)
+    except OSError as error:
+        raise StagedError(f"{path} cannot be read: {error.strerror or error}.", StagedFault.INCOMPLETE) from error
+    if len(held) < size:
+        raise StagedError(f"{path} is too short.", StagedFault.INCOMPLETE)
+    return held
 
 
 def replace_file(path: Path, text: str, mode: int = 0o644) -> None:

@@ -1,6 +1,6 @@
 """The differences by which the pieces of a version arrived, kept as files for the pods that copy from this one.
 
-They take the room that their version leaves of its limit. Without room they are not kept, and other pods copy whole pieces.
+They use what is left of the size limit after the version. Without room they are not kept, and other pods copy whole pieces.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ class KeptDifferences:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._base = ""
+        self._generation = 0
+        """Number of times that all files were deleted."""
         self._sizes: dict[tuple[int, int], int] = {}
         self.bytes = 0
         """Bytes of all files, also of those that are being written."""
@@ -41,19 +43,21 @@ class KeptDifferences:
         if base != self._base or key in self._sizes or self.bytes + size > room:
             return
         self.bytes += size
+        generation, is_written = self._generation, False
         try:
             await finish_in_thread(lambda: self._write(self._path(shard, piece), difference))
+            is_written = True
         except StagedError as error:
-            self.bytes -= size
             log.info("A difference is not kept, so other pods copy the whole piece: %s", error)
-            return
-        if base == self._base:  # not cleared meanwhile
-            self._sizes[key] = size
+        finally:
+            if generation == self._generation:
+                self.bytes -= 0 if is_written else size
+                self._sizes |= {key: size} if is_written else {}
 
     async def clear(self) -> None:
         """Delete all files."""
         if self._base:
-            self._base, self.bytes = "", 0
+            self._base, self.bytes, self._generation = "", 0, self._generation + 1
             self._sizes.clear()
             await finish_in_thread(lambda: shutil.rmtree(self._folder, ignore_errors=True))
 

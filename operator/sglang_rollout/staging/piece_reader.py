@@ -1,7 +1,8 @@
 """Read pieces from one parent straight into their files, in threads.
 
 A thread receives into one buffer, hashes it and writes it, and holds the interpreter's lock in none of these calls. On an event loop the
-same bytes pass through many small buffers, which costs half as much processor time again and keeps one core busy.
+same bytes pass through many small buffers, which costs half as much processor time again and keeps one core busy. Only the application of
+a difference holds the lock, block by block.
 """
 
 from __future__ import annotations
@@ -271,16 +272,17 @@ def _receive_difference(answer: HTTPResponse, target: Target, origin: Origin | N
     if origin is None or version != origin.version:
         raise StagedError(f"A difference from version {version[:12]}… arrived, which was not asked for.", StagedFault.WRONG_BYTES)
     limit = most_bytes(target.size)
-    difference = b""
-    while len(difference) <= limit and (part := answer.read(pace.wait_for_part(limit + 1 - len(difference)))):
+    difference, room = bytearray(), limit + 1
+    while room and (part := answer.read(pace.wait_for_part(room if answer.length is None else min(room, answer.length)))):
         difference += part
+        room -= len(part)
         target.on_bytes(len(part))
     if len(difference) > limit:
         raise StagedError(f"A difference of more than {limit} bytes arrived for a piece of {target.size}.", StagedFault.WRONG_BYTES)
     if answer.length:
         raise ConnectionResetError(f"{len(difference)} of {len(difference) + answer.length} bytes have arrived")
-    digest = patch_range(origin.file, origin.offset, target.file, target.offset, target.size, difference=difference)
-    return Received(digest, difference)
+    whole = bytes(difference)
+    return Received(patch_range(origin.file, origin.offset, target.file, target.offset, target.size, difference=whole), whole)
 
 
 def _write(descriptor: int, part: memoryview, target: Target, position: int) -> None:

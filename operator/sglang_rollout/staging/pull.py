@@ -164,7 +164,7 @@ class _Pull:
 
     def _log_sources(self, copied: VersionEnd) -> None:
         sources = ", ".join(f"{size} from {source}" for source, size in self._bytes_from.items())
-        log.info("The copy of update %s is complete: %d bytes (%s).", self._copy.update, copied.bytes, sources or "all were there")
+        log.info("The copy of update %s is complete: %d bytes (%s).", self._copy.update, copied.bytes, sources or "none from other pods")
 
     def late(self) -> StagedError:
         """Return the error of a copy that is not complete at the deadline."""
@@ -173,7 +173,8 @@ class _Pull:
         message = (
             f"The copy of update {self._copy.update} is not complete after {self._request.deadline:g} s: {arrived}. {self._describe()}"
         )
-        return StagedError(f"{message.rstrip()} {self._receiving.describe_limit()}".rstrip(), StagedFault.LATE)
+        is_slow = self._copy.bytes_received and not self._problems
+        return StagedError(f"{message.rstrip()} {self._receiving.describe_limit() if is_slow else ''}".rstrip(), StagedFault.LATE)
 
     async def _try(self, parent: str) -> VersionEnd | None:
         """Copy from one parent. Return None if the next parent's turn has come."""
@@ -329,7 +330,7 @@ class _Pull:
                 if error.fault not in (StagedFault.WRONG_BYTES, StagedFault.INCOMPLETE):
                     raise
                 where = f"piece {piece.piece} of shard {piece.shard} of update {self._copy.update}"
-                log.warning("The difference of %s cannot be used, so the whole piece is copied: %s", where, error)
+                log.warning("The version before does not help with %s, so the whole piece is copied: %s", where, error)
         try:
             await self._fill_piece(reader, piece, None)
         except StagedError as error:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import hmac
 import math
 from collections.abc import Awaitable, Callable
-from typing import Protocol
+from contextlib import suppress
+from typing import IO, Protocol
 
 from aiohttp import web
 
@@ -65,6 +66,16 @@ def answer_refusals(handler: Handler) -> Handler:
     return answered
 
 
+def _open_piece(copy: Copy, shard: int, piece: int, base: str) -> tuple[IO[bytes], int, int, dict[str, str]]:
+    """Return a file with the offset and the bytes of a piece, or of its difference from a base, and the headers of the answer."""
+    kept = copy.differences.find(base, shard, piece)
+    if kept is not None:
+        with suppress(FileNotFoundError):  # deleted at this moment
+            return kept[0].open("rb", buffering=0), 0, kept[1], {BASE_HEADER: base}
+    path, offset, size = copy.piece_location(shard, piece)
+    return path.open("rb", buffering=0), offset, size, {}
+
+
 def check_ticket(request: web.Request, ticket: str) -> None:
     """Raise RefusedError unless the request presents this ticket. No request presents an empty ticket."""
     given = request.headers.get(TICKET_HEADER, "").encode("utf-8", "surrogateescape")
@@ -108,10 +119,7 @@ class _Routes:
             message = f"{request.path}: this piece has not arrived here."
             raise RefusedError(Refusal(RefusalCode.UNAVAILABLE, message), status=404, headers={"Retry-After": "1"})
         try:
-            (path, offset, size), headers = copy.piece_location(shard, piece), dict[str, str]()
-            if (kept := copy.differences.find(base := request.headers.get(BASE_HEADER, ""), shard, piece)) is not None:
-                (path, size), offset, headers = kept, 0, {BASE_HEADER: base}
-            file = path.open("rb", buffering=0)
+            file, offset, size, headers = _open_piece(copy, shard, piece, request.headers.get(BASE_HEADER, ""))
         except (StagedError, FileNotFoundError):  # deleted at this moment
             raise self._unknown(request) from None
         with file:

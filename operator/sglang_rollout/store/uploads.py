@@ -79,9 +79,9 @@ class Uploads:
         else:
             if request.content_length not in (None, size):
                 raise RefusedError(f"{request.path}: the body has {request.content_length} bytes, but the piece has {size}.")
-            if await copy.receive_piece(shard, piece, digest, _chunks(request)):
+            if await copy.receive_piece(shard, piece, digest, _chunks(request, copy)):
                 self.bytes += size
-        await _drain(request)
+        await _drain(request, copy)
         return web.json_response(ControlReply(success=True, message="The piece has arrived.").model_dump(exclude_none=True))
 
     async def _receive_difference(self, request: web.Request, copy: Copy, place: tuple[int, int], digest: str) -> None:
@@ -92,7 +92,7 @@ class Uploads:
             raise RefusedError(f"{request.path}: {BASE_HEADER} is {given[:12]!r}…, but the update {named}. Send the whole piece.")
         base = self._copies.find(named)
         async with self._differences:
-            difference = await _read_difference(request, copy.index.piece_size(*place))
+            difference = await _read_difference(request, copy, copy.index.piece_size(*place))
             try:
                 added = base is not None and await copy.patch_piece(*place, digest, base, difference)
             except StagedError as error:
@@ -127,8 +127,11 @@ class Uploads:
         return copy
 
 
-async def _chunks(request: web.Request) -> AsyncIterator[bytes]:
-    """Yield the body as it arrives. An uploader that stalls is cut off, because other uploads of the piece wait for it."""
+async def _chunks(request: web.Request, copy: Copy) -> AsyncIterator[bytes]:
+    """Yield the body as it arrives, and count its bytes for the copy.
+
+    An uploader that stalls is cut off, because other uploads of the piece wait for it.
+    """
     while True:
         try:
             async with asyncio.timeout(READ_SECONDS):
@@ -138,14 +141,15 @@ async def _chunks(request: web.Request) -> AsyncIterator[bytes]:
             raise RefusedError(Refusal(RefusalCode.UNAVAILABLE, message)) from None
         if not chunk:
             return
+        copy.note_bytes(len(chunk))
         yield chunk
 
 
-async def _read_difference(request: web.Request, size: int) -> bytes:
+async def _read_difference(request: web.Request, copy: Copy, size: int) -> bytes:
     """Return the body, which may have half the bytes of the piece."""
     limit = most_bytes(size)
     held = bytearray()
-    async for chunk in _chunks(request):
+    async for chunk in _chunks(request, copy):
         held += chunk
         if len(held) > limit:
             message = f"{request.path}: the difference has more than {limit} bytes, half of those of the piece. Send the whole piece."
@@ -153,7 +157,7 @@ async def _read_difference(request: web.Request, size: int) -> bytes:
     return bytes(held)
 
 
-async def _drain(request: web.Request) -> None:
+async def _drain(request: web.Request, copy: Copy) -> None:
     """Read the rest of the body of a repeated piece, so that the connection can be used again."""
-    async for _ in _chunks(request):
+    async for _ in _chunks(request, copy):
         pass

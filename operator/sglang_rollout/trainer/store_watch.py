@@ -57,12 +57,13 @@ class StoreWatch:
         try:
             self._ask(SILENT_SECONDS)
         except FleetRefused as error:
-            if error.status not in _NO_STORE:
+            if error.status in _NO_STORE:
+                self._note_unanswered(error.reason)
+            elif error.status != HTTPStatus.TOO_MANY_REQUESTS:  # the fleet's URL itself answers with this status
                 raise
-            self._note_unanswered(error.reason)
         except FleetError as error:
-            # A URL that refuses the connection says nothing about the weight store: a new router pod starts.
-            if isinstance(error.__cause__, requests.exceptions.Timeout):
+            # A URL that takes no connection says nothing about the weight store: a new router pod starts.
+            if isinstance(error.__cause__, requests.exceptions.ReadTimeout):
                 self._note_unanswered(str(error))
         else:
             self.note_piece()

@@ -4,7 +4,8 @@
     sending threads    SHA-256, PUT, repeat after an error
 
 An upload needs no process group, and no engine waits for it: until the commit nothing changes what the fleet serves.
-Tensors in host memory are sent from where they are. Others are copied bucket by bucket, so no second copy of the model exists.
+Tensors in host memory are sent from where they are. Others are copied bucket by bucket, so no second copy of the model exists, except that
+of the version before for uploads of differences.
 Never imports torch.
 """
 

@@ -128,9 +128,8 @@ DIGEST_HEADER = "X-Rollout-Digest"
 FILES_HEADER = "X-Rollout-Files"
 """Header of an archive of compiled kernels: the number of its files."""
 BASE_HEADER = "X-Rollout-Base"
-"""Header with the digest of another version. Of a body: it is the difference from the same piece of that version. Of a GET request: the
-reader has that version, so the answer may be a difference.
-"""
+"""Header with the digest of another version. With a body, it says that the body is the difference from the same piece of that version. In
+a GET request it says that the reader has that version, so the answer may be a difference."""
 
 # Coordinator paths beside SGLang's own paths.
 FLEET = "/fleet"  # GET FleetDocument

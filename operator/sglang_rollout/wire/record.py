@@ -142,7 +142,7 @@ class EndedUpdate(Message):
     update: str = ""
     """ID of the update, with transport Staged; empty otherwise."""
     transferred: int | None = None
-    """Bytes that the trainer sent to the weight store: fewer than ``bytes`` after a delta upload. None: not known."""
+    """Bytes that were sent to the weight store: fewer than ``bytes`` after a delta upload. None: not known."""
 
     def shortened(self) -> EndedUpdate:
         """Return the update as the list of recent updates has it: a short message, and no engines."""

@@ -43,6 +43,8 @@ class StagedCopy(Message):
     """Digest of the version once it is complete; empty before."""
     transferred: int = 0
     """Bytes that were sent to the process for it; fewer than ``bytes`` if differences were sent."""
+    received: int = 0
+    """Bytes that the process has read for it, also those of unfinished and repeated pieces. While it grows, the sender lives."""
 
 
 class Snapshot(Message):

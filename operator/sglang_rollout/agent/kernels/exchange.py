@@ -47,7 +47,7 @@ class KernelExchange:
         credentials: Credentials of the kernels of this rollout.
         key: Key of the archive.
         state: Folder of the agent's records.
-        quiet_seconds: Interval of the calls of :meth:`offer`, in which no kernel may have changed.
+        quiet_seconds: Seconds without a changed kernel before kernels are sent.
     """
 
     def __init__(self, folder: Path, url: str, credentials: Credentials, key: str, state: Path, *, quiet_seconds: float = 30.0) -> None:

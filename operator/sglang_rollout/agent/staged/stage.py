@@ -100,9 +100,9 @@ class Stager:
             raise RefusedError(Refusal(_CODES.get(error.fault, RefusalCode.CONFLICT), str(error))) from None
 
     async def drop(self, update: str) -> None:
-        """Delete the copy of an update, and no other one. Returns when its space is free."""
+        """Delete the copy of an update, and no other one, unless it is being loaded. Returns when its space is free."""
         async with self._lock:
-            await self._forget({copy.update for copy in self._copies.status()} - {update})
+            await self._forget({copy.update for copy in self._copies.status()} - ({update} - self._updates_in_use()))
 
     async def close(self) -> None:
         """End all copies in progress. They are deleted at the next start."""

@@ -88,9 +88,9 @@ class Knowledge:
         self._fresh = self._fresh or before != (store.is_up, store.instance)
         staged = update.staged if update is not None else None
         copy = store.find_copy(staged.id) if staged is not None else None
-        if staged is None or copy is None or copy.bytes <= staged.bytes:
+        if staged is None or copy is None or (arrived := copy.bytes + copy.received) <= staged.arrived:
             return False
-        staged.bytes = copy.bytes
+        staged.arrived = arrived
         return True
 
     def recompute(self) -> None:

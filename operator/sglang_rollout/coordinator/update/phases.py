@@ -121,8 +121,10 @@ class StagedUpdate:
     """The run of the store's process that receives the tensors. If it ends, they are lost."""
     is_upload: bool = False
     """True if a trainer uploads the version; False if it comes through process groups."""
+    arrived: int = 0
+    """Bytes that had arrived at the last poll of the weight store, also those of unfinished pieces. Growth shows that the trainer lives."""
     bytes: int = 0
-    """Bytes that had arrived at the last poll of the store."""
+    """Bytes of the version, once it is complete."""
     transferred: int | None = None
     """Bytes that the trainer sent; None until the version is complete."""
     is_waiting: bool = False

@@ -179,6 +179,9 @@ async def check_upload(fleet: Fleet, ask: Upload) -> int:
 def _refuse_other_base(fleet: Fleet, base: str) -> None:
     """Raise RefusedError unless the pods can have the version from which an upload differs. The weight store checks whether it has it."""
     committed = fleet.weights.staged
+    if base and require_staging(fleet).copies == 1:
+        message = "The upload differs from the committed version, which is deleted first (staging.copies is 1). Upload all pieces whole."
+        raise RefusedError(Refusal(RefusalCode.BASE_MISSING, message), fleet=fleet.advice())
     if base and (committed is None or committed.digest != base):
         found = f"has the digest {committed.digest[:12]}…" if committed is not None else "did not come through the weight store"
         message = (

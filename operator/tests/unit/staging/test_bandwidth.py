@@ -53,7 +53,7 @@ def test_all_transfers_together_move_the_limit_in_every_second(transfers: int) -
 
 
 def test_each_of_many_transfers_has_its_turn_before_its_reader_gives_up() -> None:
-    """Readers give a sender up after 15 s without a byte."""
+    """Readers give a sender up after 5 s without a byte."""
     clock, limit, transfers = Clock(), 2**20, 400
     moved = move_bytes(Bandwidth(limit, clock), clock, transfers, SECONDS)
     for number in range(transfers):

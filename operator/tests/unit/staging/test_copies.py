@@ -19,6 +19,7 @@ from sglang_rollout.checkpoints.folder import read_header
 from sglang_rollout.staging import copies as staging
 from sglang_rollout.staging import files
 from sglang_rollout.staging.copies import MANIFEST, Copies, Copy
+from sglang_rollout.staging.files import write_at
 from sglang_rollout.staging.index import StagedError, StagedFault, version_digest
 from sglang_rollout.wire.staged import IndexEntry, Piece, Shard, VersionEnd
 from sglang_rollout.wire.states import Version
@@ -221,18 +222,17 @@ def test_a_malformed_shard_creates_no_file(tmp_path: Path, wrong: Shard) -> None
 # The map for process groups
 
 
-async def test_bytes_in_the_map_are_confirmed_piece_by_piece(tmp_path: Path) -> None:
+async def test_bytes_in_the_file_are_confirmed_piece_by_piece(tmp_path: Path) -> None:
     copy, contents = open_copy(tmp_path), random_version(SHARDS)
     for number, each in enumerate(SHARDS):
         copy.add_shard(each)
         await copy.allocate(number)
-        target = copy.buffer(number)
-        assert len(target) == len(contents[number])
-        target[:] = contents[number]
+        write_at(copy.shard_path(number), copy.data_start(number), [contents[number]])
         if number == 0:
             first = await copy.confirm_piece(0, 1)
             assert first == Piece(shard=0, piece=1, digest=sha256(pieces(contents[0])[1]))
-        await copy.confirm_shard(number)
+        for piece in range(len(pieces(contents[number]))):
+            await copy.confirm_piece(number, piece)
     copy.seal(VERSION)
     assert read_data(copy) == contents
     for number, piece in all_pieces(SHARDS):
