@@ -79,15 +79,17 @@ def evaluate_store(fleet: FleetView) -> Finding | None:
 
 def _describe_report(record: Record) -> Finding:
     """Return the finding for a store whose pod is ready."""
-    state = record.store.state if record.store is not None else StoreState.COMPLETE
-    message = record.store.message if record.store is not None else ""
+    if record.store is None:
+        return _finding("Unknown", Reason.NOT_REPORTED, "The coordinator has not reported about the weight store yet.")
+    state, message = record.store.state, record.store.message
     if state is StoreState.AWAY:
         return _finding("False", Reason.STORE_NOT_READY, "The pod of the weight store is ready, but does not answer the coordinator.")
     if state is StoreState.COMPLETE:
         return _finding("True", Reason.STORE_RUNNING, "The weight store runs and has every version that it should have.")
     lacks = f"The weight store lacks version {format_version(record.committed)}"
-    lacks = f"{lacks}, and is fetching it." if state is StoreState.FETCHING else f"{lacks}."
-    return _finding("False", Reason.STORE_LACKS_VERSION, f"{lacks} {message}".rstrip())
+    if state is StoreState.FETCHING:
+        return _finding("False", Reason.STORE_LACKS_VERSION, f"{lacks}, and is fetching it.")
+    return _finding("False", Reason.STORE_LACKS_VERSION, f"{lacks}. {message}".rstrip())
 
 
 def _find_reason(fleet: FleetView) -> Reason:

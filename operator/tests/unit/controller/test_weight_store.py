@@ -472,7 +472,7 @@ def test_store_ready_says_why_the_pod_is_not_ready(pod_status: Object | None, re
 @pytest.mark.parametrize(
     ("report", "status", "reason", "says"),
     [
-        (None, "True", "StoreRunning", ""),
+        (None, "Unknown", "NotReported", "has not reported about the weight store"),
         (StoreReport(state=StoreState.COMPLETE), "True", "StoreRunning", ""),
         (StoreReport(state=StoreState.FETCHING), "False", "StoreLacksVersion", "lacks version step-1, and is fetching it."),
         (
@@ -481,7 +481,7 @@ def test_store_ready_says_why_the_pod_is_not_ready(pod_status: Object | None, re
         ),
         (StoreReport(state=StoreState.AWAY), "False", "StoreNotReady", "does not answer the coordinator"),
     ],
-    ids=["earlier release", "complete", "fetching", "lacking", "away"],
+    ids=["not reported", "complete", "fetching", "lacking", "away"],
 )
 def test_store_ready_says_whether_the_store_has_the_version(report: StoreReport | None, status: str, reason: str, says: str) -> None:
     wanted = staged()
