@@ -29,6 +29,7 @@ from sglang_rollout.trainer.push import (
     PushResult,
     TensorSink,
     prepare_failure,
+    wait_for_commit,
 )
 from sglang_rollout.trainer.ranks import MARGIN_SECONDS, Ranks, follow
 from sglang_rollout.trainer.signing import SigningKey, find_signing_key
@@ -297,7 +298,7 @@ class Fleet:
         staging = self.snapshots.begin(wanted=snapshot) if self.snapshots else None
         push = Push(self._http, group, options, signed=signed, ranks=ranks, tensor_sink=_tensor_sink(staging, group.host_bytes))
         push.phases["group"] = (time.monotonic() - started) * 1000
-        document = self._run(push, source, options.version)
+        document = self._run(push, source, options)
         push.phases["total"] = (time.monotonic() - started) * 1000
         result = push.result()
         if ranks is not None:
@@ -375,11 +376,13 @@ class Fleet:
         self._shapes = (known, shapes)
         return shapes
 
-    def _run(self, push: Push, source: Source, label: str) -> FleetDocument:
+    def _run(self, push: Push, source: Source, options: PushOptions) -> FleetDocument:
         """Transfer the tensors, and return the fleet's document after the commit."""
         try:
             push.run(source)
-            return self._check_committed(label)
+            if push.staged:
+                wait_for_commit(self.document, push.staged, COMMIT_STEPS * options.timeout)
+            return self._check_committed(options.version)
         except BaseException:
             # Also on KeyboardInterrupt. The trainer leaves first: engines that wait for it in a broadcast fail then, and answer
             # no call before that.

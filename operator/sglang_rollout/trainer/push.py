@@ -23,8 +23,9 @@ from sglang_rollout.trainer.calls import Deadline, Http, run_in_background
 from sglang_rollout.trainer.errors import NOTHING_SENT, FleetError, FleetRefused, PushFailed
 from sglang_rollout.trainer.ranks import Ranks, digest_bucket
 from sglang_rollout.trainer.tensors import Bucket, NoTensorError, Source, TensorSpec, full_tensor, plan_buckets
-from sglang_rollout.wire.record import UpdateReason
+from sglang_rollout.wire.record import UpdateOutcome, UpdateReason
 from sglang_rollout.wire.signed import SignedVersion
+from sglang_rollout.wire.trainer import FleetDocument
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +34,7 @@ DEFAULT_BUCKET_BYTES = 256 << 20
 UPDATE = ControlCall.UPDATE_DISTRIBUTED.path
 OTHER_SIDE_SECONDS = 5.0
 """How long to wait for the other side after one side of a bucket failed. The other side often has the clearer error."""
+COMMIT_POLL_SECONDS = 0.5
 ALREADY_COMMITTED = "Do not push this version again: it is committed, and the engines that lack it load it from their copies."
 """Advice if engines failed after the commit (transport Staged)."""
 R = TypeVar("R")
@@ -136,6 +138,8 @@ class Push:
         self.bytes = 0
         self.buckets = 0
         self.fenced: dict[str, str] = {}
+        self.staged = ""
+        """ID of the update, if the fleet has answered before the commit (transport Staged)."""
         self._sent: Future[None] | None = None
 
     def run(self, source: Source) -> None:
@@ -153,6 +157,8 @@ class Push:
         self._timed("transfer", lambda: self._transfer(first, prepared))
         ended = self._timed("end", lambda: self._call("end", ControlCall.END_UPDATE.path, self._end_body()))
         self.fenced = read_fenced(ended)
+        details = ended.get("fleet")
+        self.staged = str(details.get("update", "")) if isinstance(details, dict) and details.get("state") == "staged" else ""
         for name, reason in self.fenced.items():
             log.warning("Version %s is committed without engine %s: %s", self._options.version, name, reason)
 
@@ -230,6 +236,24 @@ class Push:
             return step()
         finally:
             self.phases[phase] = self.phases.get(phase, 0.0) + (time.monotonic() - started) * 1000
+
+
+def wait_for_commit(read: Callable[[], FleetDocument], update: str, seconds: float) -> None:
+    """Wait until an update that the fleet has answered before its commit has ended.
+
+    Raises:
+        PushFailed: The update failed, too few engines have loaded the version, or the time is over.
+    """
+    deadline = Deadline(seconds)
+    while (last := read().last_update) is None or last.update != update:
+        if deadline.has_passed:
+            reason = f"the version is staged, but was not committed within {seconds:g} s"
+            raise PushFailed(phase="commit", reason=reason, advice="The fleet may still commit it: see GET /fleet before you push again.")
+        time.sleep(min(COMMIT_POLL_SECONDS, deadline.remaining))
+    if last.reason is UpdateReason.TOO_FEW_ENGINES:
+        raise PushFailed(phase="commit", reason=last.message, advice=ALREADY_COMMITTED)
+    if last.outcome not in (UpdateOutcome.COMMITTED, UpdateOutcome.PARTIAL):
+        raise PushFailed(phase="commit", reason=last.message, advice="Push again. The engines serve the previous version.")
 
 
 def prepare_failure(error: ValueError) -> PushFailed:

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 
 from sglang_rollout.trainer import PushFailed
+from sglang_rollout.trainer import push as push_module
 from sglang_rollout.trainer.calls import Http
-from sglang_rollout.trainer.push import UPDATE, Push, PushOptions
+from sglang_rollout.trainer.push import UPDATE, Push, PushOptions, wait_for_commit
 from sglang_rollout.trainer.tensors import Bucket, Source, TensorSpec
-from tests.unit.trainer.support.scripted_fleet import FakeFleet
+from sglang_rollout.wire.trainer import FleetDocument
+from tests.unit.trainer.support.scripted_fleet import FakeFleet, document
 
 GOOD = (200, {"success": True, "message": "ok"})
 
@@ -84,6 +86,47 @@ def test_a_push_names_fenced_engines(willing: FakeFleet) -> None:
     assert run(willing, FakeGroup()).fenced == {}
     willing.replies["/end_weight_update"] = (200, {"success": True, "fleet": {"fenced": {"demo-engine-1": "could not end the session"}}})
     assert run(willing, FakeGroup()).fenced == {"demo-engine-1": "could not end the session"}
+
+
+def ended(update: str, outcome: str, **fields: Any) -> dict[str, Any]:
+    version = {"run": 1, "step": 7, "label": "7"}
+    return document(last_update={"version": version, "outcome": outcome, "finished": "2026-11-26T00:00:00Z", "update": update, **fields})
+
+
+def wait_for(fake: FakeFleet, *documents: dict[str, Any], seconds: float = 10.0) -> None:
+    answers = iter(documents)
+    wait_for_commit(lambda: FleetDocument.model_validate(next(answers)), "u7", seconds)
+
+
+def test_a_push_that_is_answered_before_its_commit_names_its_update(willing: FakeFleet) -> None:
+    assert run(willing, FakeGroup()).staged == ""
+    willing.replies["/end_weight_update"] = (200, {"success": True, "fleet": {"state": "staged", "update": "u7"}})
+    assert run(willing, FakeGroup()).staged == "u7"
+
+
+@pytest.mark.parametrize("outcome", ["Committed", "Partial"])
+def test_a_staged_push_waits_for_the_end_of_its_update(fake: FakeFleet, monkeypatch: pytest.MonkeyPatch, outcome: str) -> None:
+    monkeypatch.setattr(push_module, "COMMIT_POLL_SECONDS", 0.01)
+    wait_for(fake, document(), ended("u6", "Committed"), ended("u7", outcome))
+
+
+@pytest.mark.parametrize(
+    ("outcome", "fields", "said", "advice"),
+    [
+        ("Failed", {"message": "too few engines were up"}, "too few engines", "Push again"),
+        ("Partial", {"message": "only 1 of 3 engines", "reason": "TooFewEngines"}, "only 1 of 3", "Do not push this version again"),
+    ],
+)
+def test_a_staged_push_fails_with_its_update(fake: FakeFleet, outcome: str, fields: dict[str, str], said: str, advice: str) -> None:
+    with pytest.raises(PushFailed, match=said) as caught:
+        wait_for(fake, ended("u7", outcome, **fields))
+    assert advice in caught.value.advice
+
+
+def test_a_staged_push_does_not_wait_for_ever(fake: FakeFleet) -> None:
+    with pytest.raises(PushFailed, match="not committed within 0 s") as caught:
+        wait_for(fake, document(), seconds=0)
+    assert "may still commit" in caught.value.advice
 
 
 def test_the_next_bucket_is_prepared_during_a_broadcast(willing: FakeFleet) -> None:
