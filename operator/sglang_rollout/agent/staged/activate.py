@@ -38,6 +38,8 @@ log = logging.getLogger(__name__)
 
 _ANSWER_SECONDS = 3600.0
 """Time for each answer of the engine. The caller's deadline, the lease and /agent/fence end a load earlier."""
+_RESUME_SECONDS = 10.0
+"""Time for the engine to generate again after a load. If it takes longer, the coordinator resumes or fences it."""
 _STAGE_SECONDS, _STAGE_FACTOR = 30.0, 2.0
 """Time for the load of each later pipeline stage: so many seconds, and so many times as long as the first stage took."""
 _NO_SESSION = b"no weight-update session is open"
@@ -106,7 +108,7 @@ class Activator:
             ActivationError: The version was not loaded, or the load has not ended within ``deadline`` seconds and continues.
         """
         reply = await self._load_for_coordinator(request, time.monotonic() + deadline)
-        return reply if request.sync is None else reply.model_copy(update={"running": await self._resume()})
+        return reply if request.sync is None else reply.model_copy(update={"running": await self._resume(_RESUME_SECONDS)})
 
     async def _load_for_coordinator(self, request: ActivateRequest, end: float) -> ActivateReply:
         while (running := self._current()) is not None:
@@ -214,7 +216,7 @@ class Activator:
             self._saved.save(request.update, version.model_copy(update={"checksums": tuple(reply.checksums)}))
         # A dirty engine is paused because of an update that has ended. Any other pause ends with the side that began it.
         if is_own and (record.state is EngineState.DIRTY or not record.interruption.is_pause):
-            await self._resume()
+            await self._resume(_ANSWER_SECONDS)
         return reply
 
     @staticmethod
@@ -225,12 +227,16 @@ class Activator:
         except (StagedError, OSError) as error:
             log.warning("The version of the copy of update %s cannot be noted: %s", request.update, error)
 
-    async def _resume(self) -> bool:
-        """Let the engine generate again, unless ``spec.state`` pauses it. Return True if it does."""
+    async def _resume(self, seconds: float) -> bool:
+        """Let the engine generate again, unless ``spec.state`` pauses it. Return True if it does, within these seconds."""
         agent, record = self._agent, self._agent.state.record
         if not record.interruption.is_pause or record.applied_state is not FleetState.ACTIVE:
             return not record.interruption.is_pause
-        reply = await agent.control(ControlCall.CONTINUE, {}, _ANSWER_SECONDS)
+        try:
+            reply = await agent.control(ControlCall.CONTINUE, {}, seconds)
+        except RecordError as error:
+            log.warning("The engine has loaded its copy and stays paused: %s", error)
+            return False
         if not reply.ok:
             log.warning("The engine has loaded its copy and stays paused: HTTP %d.", reply.status)
         return reply.ok

@@ -40,6 +40,7 @@ from sglang_rollout.coordinator.update.staging import parents_in_tree, require_s
 from sglang_rollout.coordinator.update.steps import (
     Results,
     reply,
+    same_body,
     send,
     sync,
     sync_and_resume,
@@ -55,11 +56,11 @@ from sglang_rollout.coordinator.update.verify import (
     sent_tensors,
     starts_from_base,
 )
-from sglang_rollout.wire.ports import AGENT_STAGE, STORE_SEAL
+from sglang_rollout.wire.ports import AGENT_RUN, AGENT_STAGE, STORE_SEAL
 from sglang_rollout.wire.reasons import RefusedError
 from sglang_rollout.wire.record import UpdateOutcome, UpdateReason
 from sglang_rollout.wire.staged import StoreSealRequest
-from sglang_rollout.wire.states import StagedVersion, Version
+from sglang_rollout.wire.states import FleetState, StagedVersion, Version
 
 MARGIN_SECONDS = 5.0
 """How much longer than an agent may copy its answer may take."""
@@ -67,6 +68,8 @@ UPLOAD_WAIT_SECONDS = 25.0
 """How long the commit of an upload waits for engines. The client repeats the call, which no unmodified trainer makes."""
 COPY_PATIENCE_SECONDS = 30.0
 """How much later than half of the pods another one may have the complete version, at least."""
+RESUME_SECONDS = 3.0
+"""Time for the first engine to generate again, before the others load: their gates are closed already."""
 MAX_FAILED_CANARIES = 2
 """Engines that may fail after their first write before the update fails: the version itself may be what engines fail at."""
 
@@ -80,11 +83,12 @@ async def commit_staged(fleet: Fleet, *, answer_now: bool = True, answer_when_st
         answer_when_staged: True: answer as soon as the weight store has the complete version.
 
     Raises:
-        RefusedError: No engine can take the version now, or the upload lacks pieces. The update stays open.
+        RefusedError: The upload lacks pieces, or no engine can take its version now; or memory of an engine is released. The update stays
+            open.
     """
     update = fleet.require_update()
     staged = staged_part(update)
-    failed = await _wait_for_engines(fleet, update, staged) or await _complete(fleet, update, staged)
+    failed = await _wait_and_complete(fleet, update, staged)
     if failed is None and answer_when_staged:
         await reply(staged_answer(fleet))
     if failed is None:
@@ -106,7 +110,7 @@ def staged_part(update: Update) -> StagedUpdate:
 
 
 def staged_answer(fleet: Fleet) -> Answer:
-    """Return the answer for a trainer whose version is complete at the weight store and not committed yet."""
+    """Return the answer for a trainer whose version is complete at the weight store, or waits for engines, and is not committed yet."""
     staged, version = staged_part(fleet.require_update()), fleet.target()
     then = "The weight store holds it completely, and the engines copy and load it now."
     if not staged.is_complete:
@@ -117,6 +121,21 @@ def staged_answer(fleet: Fleet) -> Answer:
 
 
 # --- STAGE -----------------------------------------------------------------------------------------------------------
+
+
+async def _wait_and_complete(fleet: Fleet, update: Update, staged: StagedUpdate) -> Answer | None:
+    """Wait for engines, and declare the version complete. Returns the answer for the trainer if the update failed.
+
+    A trainer without uploads that had to wait has been told success, so what would be refused fails the update then.
+    """
+    had_to_wait = not staged.is_upload and not _has_enough_members(fleet)
+    failed = await _wait_for_engines(fleet, update, staged)
+    try:
+        return failed or await _complete(fleet, update, staged)
+    except RefusedError as error:
+        if not had_to_wait or fleet.update is not update:
+            raise
+        return await fail_update(fleet, UpdateReason.ENGINE_FAILED, str(error))
 
 
 async def _wait_for_engines(fleet: Fleet, update: Update, staged: StagedUpdate) -> Answer | None:
@@ -131,7 +150,7 @@ async def _wait_for_engines(fleet: Fleet, update: Update, staged: StagedUpdate) 
     staged.is_waiting = not staged.is_upload
     limit = UPLOAD_WAIT_SECONDS if staged.is_upload else fleet.policy.deadlines.stage_seconds
     try:
-        await wait_until(lambda: fleet.update is not update or _has_enough_members(fleet), limit)
+        await wait_until(lambda: fleet.update is not update or _has_enough_members(fleet) or not _may_engines_come(fleet), limit)
     finally:
         staged.is_waiting = False
     if fleet.update is not update:
@@ -139,7 +158,13 @@ async def _wait_for_engines(fleet: Fleet, update: Update, staged: StagedUpdate) 
     if staged.is_upload or _has_enough_members(fleet):
         return None
     why = f"too few engines were up for {limit:g} s (weights.deadlines.stageSeconds). {absent_sentence(fleet)}"
+    if not _may_engines_come(fleet):
+        why = "no engine comes up that could load the version, because spec.state or spec.replicas has changed."
     return await fail_update(fleet, UpdateReason.ENGINE_LOST, why)
+
+
+def _may_engines_come(fleet: Fleet) -> bool:
+    return bool(fleet.engines) and fleet.interruptions.desired_state is not FleetState.ASLEEP
 
 
 def _has_enough_members(fleet: Fleet) -> bool:
@@ -297,11 +322,22 @@ async def _load_rest(fleet: Fleet, update: Update, staged: StagedUpdate) -> None
     In turn: until ``weights.minCommitted`` engines have loaded it. The coordinator continues without a request (:func:`load_committed`).
     The engine that has loaded it first generates meanwhile, unless the fleet is paused.
     """
-    if may_resume(fleet):
-        await return_to_service(fleet, update, staged, only_these=not loads_in_turn(fleet))
+    if loads_in_turn(fleet):
+        await return_to_service(fleet, update, staged, only_these=False)
+    elif may_resume(fleet):
+        await _resume_first(fleet, update, staged)
     await load_groups(fleet, update, staged, is_open=True)
     fleet.weights.checksums = dict(staged.checksums)
     fleet.weights.commits += 1
+
+
+async def _resume_first(fleet: Fleet, update: Update, staged: StagedUpdate) -> None:
+    """Let the engine generate that has loaded the version first. If it takes long, the others load meanwhile, and it resumes with them."""
+    first = [name for name in staged.loaded if name not in update.dropped]
+    results = await send(AGENT_RUN, same_body(first, fleet.sync_request().model_dump(mode="json")), RESUME_SECONDS)
+    for name in (name for name, result in results.items() if result.ok and name in fleet.engines):
+        fleet.engines[name].anticipate(fleet.next_seq(), paused=False)
+        staged.running.append(name)
 
 
 async def _finish(fleet: Fleet, update: Update, staged: StagedUpdate) -> Answer:

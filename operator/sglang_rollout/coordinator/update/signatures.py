@@ -8,7 +8,7 @@ from __future__ import annotations
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.phases import Update
 from sglang_rollout.coordinator.update.requests import Begin, Body, CommitUpload, Upload
-from sglang_rollout.coordinator.update.steps import failures, same_body, send
+from sglang_rollout.coordinator.update.steps import PATIENCE_SECONDS, failures, same_body, send
 from sglang_rollout.wire.ports import AGENT_SIGNATURE
 from sglang_rollout.wire.reasons import RefusedError
 from sglang_rollout.wire.signed import SIGNS_FIELD, SignedVersion
@@ -99,11 +99,16 @@ async def _check(fleet: Fleet, signed: SignedVersion | None, wanted: Version) ->
         return None
     refuse_other_version(signed, wanted)
     names = _verifiers(fleet)
+    if not names and fleet.is_staged and not fleet.members():
+        return signed  # the agents verify it before an engine loads the version
     if not names:
         raise RefusedError(NO_VERIFIER, status=503)
     body = signed.model_dump(mode="json")
-    results = await send(AGENT_SIGNATURE, same_body(names, body), fleet.policy.deadlines.pause_seconds, idempotent=True)
+    limit = fleet.policy.deadlines.pause_seconds
+    results = await send(AGENT_SIGNATURE, same_body(names, body), limit, patience=PATIENCE_SECONDS, idempotent=True)
     for name, result in failures(results).items():
+        if result.status == 0 and fleet.is_staged and any(result.ok for result in results.values()):
+            continue  # an engine that is lost is no reason to fail an update of its fleet
         message = f"engine {name} does not accept the signature: {result.message.rstrip('.')}. No engine has changed."
         raise RefusedError(message, status=result.status or 503, fleet={"engine": name})
     return signed

@@ -66,10 +66,8 @@ def refuse_further_push(fleet: Fleet, request: Request, caller: str, waiting: It
     earlier = [(other, sender) for other, sender in waiting if isinstance(other, _BEGINNING)]
     if all(isinstance(request, _OF_SEVERAL_RANKS) and type(other) is type(request) and sender == caller for other, sender in earlier):
         return None
-    message = (
-        f"The engines load version {fleet.target()} now, and another push waits for that already."
-        " Try again when GET /fleet shows that this version is committed."
-    )
+    now = f"The engines load version {fleet.target()} now" if staged.is_complete else f"Version {fleet.target()} waits for engines to be up"
+    message = f"{now}, and another push waits for that already. Try again when GET /fleet shows that this version is committed."
     return RefusedError(message, status=409, fleet={"state": "staged", "update": staged.id, "version": str(fleet.target())})
 
 
@@ -166,7 +164,6 @@ async def check_upload(fleet: Fleet, ask: Upload) -> int:
     require_store(fleet)
     size = count_bytes(ask.shards)
     refuse_large(size, size_limit(fleet))
-    _refuse_other_base(fleet, ask.base)
     for name in list(fleet.members())[:1]:
         model = await read_model_tensors(fleet, name)
         # A pod that cannot read the model leaves the decision to the engines.
@@ -192,6 +189,7 @@ def _refuse_other_base(fleet: Fleet, base: str) -> None:
 
 async def open_upload(fleet: Fleet, ask: Upload, size: int) -> Answer:
     """Open an update whose version the trainer uploads. The answer has no ticket: the HTTP route adds it."""
+    _refuse_other_base(fleet, ask.base)
     staged = await _open_update(fleet, ask.label or fleet.transaction.label, shards=ask.shards, source=ask.source, base=ask.base)
     update = fleet.require_update()
     update.bytes = size

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from sglang_rollout.coordinator.update import requests as rq
+from sglang_rollout.sglang.api import MEMORY_TAGS
 from sglang_rollout.wire.record import UpdateOutcome, UpdateReason
+from sglang_rollout.wire.states import FleetState
 from tests.properties.coordinator.test_staged_updates import last, serves
 from tests.properties.support.coordinator_world import World
 from tests.properties.support.staged_world import TENSORS, StagedWorld
@@ -125,6 +127,33 @@ def test_a_commit_that_has_waited_for_the_time_of_a_copy_fails() -> None:
     restart(world)
     assert serves(world, "1/1")
     assert world.push("3").success
+
+
+@pytest.mark.parametrize("state", [FleetState.ASLEEP, FleetState.PAUSED])
+def test_a_commit_does_not_wait_for_engines_that_cannot_come(state: FleetState) -> None:
+    world = served_world()
+    begin_commit(world)
+    world.tick(26)
+    world.set_state(state)
+    world.tick(1)
+    world.drain()
+    if state is FleetState.PAUSED:
+        restart(world)
+        assert last(world).outcome is UpdateOutcome.COMMITTED, "paused engines take the version"
+    else:
+        assert (last(world).outcome, "spec.state" in last(world).message) == (UpdateOutcome.FAILED, True)
+
+
+def test_an_engine_with_released_memory_fails_a_commit_that_was_answered() -> None:
+    world = served_world()
+    begin_commit(world)
+    world.tick(26)
+    world.agents["e0"].restart()
+    world.agents["e0"].call("/release_memory_occupation", {"tags": list(MEMORY_TAGS)}, None, works=True)
+    world.sync_all()
+    world.drain()
+    assert (last(world).outcome, last(world).reason) == (UpdateOutcome.FAILED, UpdateReason.ENGINE_FAILED)
+    assert "released memory" in last(world).message
 
 
 def test_the_commit_of_an_upload_is_refused_after_25_seconds_and_can_be_repeated() -> None:

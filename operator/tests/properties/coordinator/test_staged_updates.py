@@ -100,6 +100,37 @@ def test_an_engine_generates_as_soon_as_it_has_loaded_the_committed_version() ->
     assert serves(world, "1/2")
 
 
+def test_an_engine_that_does_not_resume_after_the_commit_delays_no_other_engine() -> None:
+    world = StagedWorld(3)
+    world.push("1")
+    assert world.do(rq.Begin()).success
+    assert world.send_tensors("2").success
+    world.ask(rq.End())
+    run_to(world, AGENT_RUN)
+    resume = world.pending[0]
+    assert isinstance(resume, ev.Send)
+    assert (list(resume.bodies), resume.deadline) == (["e0"], 3.0)
+    world.complete(0, broken=frozenset({"e0"}))
+    assert isinstance(world.pending[0], ev.Send)
+    assert (world.pending[0].path, sorted(world.pending[0].bodies)) == (AGENT_ACTIVATE, ["e1", "e2"])
+    world.drain()
+    assert serves(world, "1/2")
+
+
+def test_an_upload_may_differ_from_the_version_that_is_committed_when_its_turn_comes() -> None:
+    world = StagedWorld(2)
+    update = str(world.open_upload("1").fleet["update"])
+    world.fill_upload(update)
+    world.ask(rq.CommitUpload(update, wait=False))
+    run_to(world, AGENT_ACTIVATE)
+    digest = world.store.copies[update].digest
+    call = world.ask(rq.Upload((shard_of(NAMES),), "2", base=digest))
+    world.drain()
+    assert world.answers[call].success, world.answers[call].message
+    wrong = world.do(rq.Upload((shard_of(NAMES),), "3", base="0" * 64))
+    assert (wrong.status, "Upload all pieces whole" in wrong.message) == (409, True)
+
+
 def test_an_engine_whose_checksums_only_the_coordinator_can_judge_stays_paused() -> None:
     world = StagedWorld(3)
     world.push("1")
