@@ -108,7 +108,11 @@ class Activator:
             ActivationError: The version was not loaded, or the load has not ended within ``deadline`` seconds and continues.
         """
         reply = await self._load_for_coordinator(request, time.monotonic() + deadline)
-        return reply if request.sync is None else reply.model_copy(update={"running": await self._resume(_RESUME_SECONDS)})
+        if request.sync is None:
+            return reply
+        is_running = await self._resume(_RESUME_SECONDS)
+        await self._agent.gate.settle_if_due()
+        return reply.model_copy(update={"running": is_running})
 
     async def _load_for_coordinator(self, request: ActivateRequest, end: float) -> ActivateReply:
         while (running := self._current()) is not None:

@@ -170,7 +170,7 @@ async def drop_failed(fleet: Fleet, update: Update, staged: StagedUpdate, result
 async def load_groups(fleet: Fleet, update: Update, staged: StagedUpdate, *, is_open: bool) -> None:
     """Let group after group load the version. In turn, each group serves again before the next one begins.
 
-    An engine generates again as soon as it has loaded the version, unless the fleet is paused.
+    Engines that load all at once for a trainer generate again as soon as they have loaded the version, unless the fleet is paused.
 
     Args:
         fleet: The fleet.
@@ -188,7 +188,7 @@ async def load_groups(fleet: Fleet, update: Update, staged: StagedUpdate, *, is_
         ):
             return
         wave = _next_wave(fleet, update, staged, group)
-        results = await load_version(fleet, update, staged, wave, resumes=may_resume(fleet))
+        results = await load_version(fleet, update, staged, wave, resumes=is_open and not in_turn and may_resume(fleet))
         await note_loaded(fleet, update, staged, results)
         await drop_failed(fleet, update, staged, results, "did not load the version")
         if in_turn or not is_open:

@@ -71,9 +71,8 @@ async def test_a_version_is_copied_loaded_committed_and_served(pod: Pod, source:
     made, base = source.make(1), await tokens(pod)
     status = (await stage(pod, source, made)).body
     size = sum(len(held.data) for held in made.tensors.values())
-    assert status["staged"] == [
-        {"update": made.update, "version": made.version.model_dump(), "bytes": size, "digest": made.digest, "transferred": size}
-    ]
+    counted = {"bytes": size, "transferred": size, "received": size}
+    assert status["staged"] == [{"update": made.update, "version": made.version.model_dump(), "digest": made.digest, **counted}]
     assert await tokens(pod) == base, "a copy changes nothing in the engine"
     answer = await activate(pod, made)
     assert answer.status == 200, answer.body

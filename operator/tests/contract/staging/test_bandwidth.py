@@ -78,6 +78,6 @@ async def test_a_version_arrives_whole_within_both_limits(tmp_path: Path) -> Non
 async def test_a_copy_that_is_late_names_the_limit(tmp_path: Path) -> None:
     async with run_pod(tmp_path / "store") as store:
         store.hold(SHARDS, random_version(SHARDS))
-        with pytest.raises(StagedError, match=r"weights\.staging\.bandwidthLimit a pod receives at most 5000 bytes per second") as caught:
+        with pytest.raises(StagedError, match="A pod receives at most 5000 bytes per second") as caught:
             await pull_into(open_copy(tmp_path), stage_request([store], deadline=0.3), receiving=Bandwidth(5000))
     assert caught.value.fault is StagedFault.LATE

@@ -87,7 +87,9 @@ async def test_a_complete_copy_asks_no_parent(pods: list[Pod], tmp_path: Path, d
     request = stage_request(["http://127.0.0.1:9"], digest=end.digest).model_copy(update={"version": version})
     assert await pull_into(copy, request) == end
     assert (copy.status().version, len(pods[1].asked)) == (version, asked)
-    assert copies(tmp_path).status() == [copy.status().model_copy(update={"transferred": 0})], "another process was sent nothing"
+    assert copies(tmp_path).status() == [copy.status().model_copy(update={"transferred": 0, "received": 0})], (
+        "another process was sent nothing"
+    )
 
 
 async def test_a_parent_may_learn_of_the_update_a_little_later(pods: list[Pod], tmp_path: Path, data: list[bytes]) -> None:

@@ -145,15 +145,8 @@ def test_a_group_under_the_same_name_replaces_the_first(store: StoreProcess, tra
     assert store.data_digest(update, 0) == digest
 
 
-def test_a_process_group_over_nccl_is_refused_without_a_gpu(store: StoreProcess, trainer: Peer) -> None:
-    trainer.send_command("open", group="n")
-    body = {
-        "group_name": "n",
-        "master_address": "127.0.0.1",
-        "master_port": trainer.read_answer()["port"],
-        "backend": "nccl",
-        "deadline": 60,
-    }
+def test_a_process_group_over_nccl_is_refused_without_a_gpu_before_the_trainer_is_called(store: StoreProcess) -> None:
+    body = {"group_name": "n", "master_address": "127.0.0.1", "master_port": 1, "backend": "nccl", "deadline": 60}
     status, reply = store.call("/store/join", body)
     assert (status, reply["code"]) == (502, "UpstreamFailed")
     assert "backend nccl needs a GPU, and torch finds none beside the weight store (weights.store.gpu)." in reply["message"]
