@@ -126,7 +126,7 @@ def staged_answer(fleet: Fleet) -> Answer:
 async def _wait_and_complete(fleet: Fleet, update: Update, staged: StagedUpdate) -> Answer | None:
     """Wait for engines, and declare the version complete. Returns the answer for the trainer if the update failed.
 
-    A trainer without uploads that had to wait has been told success, so what would be refused fails the update then.
+    A trainer without uploads that had to wait has received a success, so what would be refused fails the update then.
     """
     had_to_wait = not staged.is_upload and not _has_enough_members(fleet)
     failed = await _wait_for_engines(fleet, update, staged)
