@@ -94,6 +94,7 @@ class Settings:
     pipeline_size: int = 1
     data_size: int = 1
     staging_bandwidth_limit: int | None = None
+    mooncake: bool = False
     place: Place | None = None
     kernels: KernelExchange | None = None
 
@@ -186,6 +187,12 @@ class Settings:
     metavar="BYTES",
     show_default="not limited",
     help="With --staging-volume: most bytes per second that this pod receives from other pods for staging, and that it sends to them.",
+)
+@click.option(
+    "--mooncake",
+    is_flag=True,
+    help="With --staging-volume: copy versions with Mooncake Transfer Engine, and let other agents do so, at ports"
+    f" {ports.MOONCAKE_PORTS[0]} to {ports.MOONCAKE_PORTS[1]}. Every process that reaches these ports can read the versions.",
 )
 @kernel_options
 @logging_options
@@ -327,6 +334,7 @@ def _run_staged(settings: Settings, agent: Agent, head_pod: HeadPod | None) -> A
         head_pod=head_pod,
         data_address=place.data_address(settings.data_listen) if place is not None else None,
         bandwidth_limit=settings.staging_bandwidth_limit,
+        mooncake=settings.mooncake,
     )
 
 
@@ -335,7 +343,13 @@ def _run_staged_member(settings: Settings) -> AbstractAsyncContextManager[Staged
     volume, verdicts = settings.staging_volume, settings.verdicts_dir
     if volume is None or verdicts is None:
         return nullcontext()
-    return run_staged_member(volume=volume, verdicts=verdicts, state=settings.state_dir, bandwidth_limit=settings.staging_bandwidth_limit)
+    return run_staged_member(
+        volume=volume,
+        verdicts=verdicts,
+        state=settings.state_dir,
+        bandwidth_limit=settings.staging_bandwidth_limit,
+        mooncake=settings.mooncake,
+    )
 
 
 def _send_kernels(kernels: KernelExchange | None, is_up: Callable[[], bool]) -> list[Coroutine[Any, Any, None]]:

@@ -29,11 +29,12 @@ from sglang_rollout.staging.files import (
     hide_folder,
     patch_range,
     read_boot_id,
+    remove_folders,
     replace_file,
     write_at,
     write_chunks,
 )
-from sglang_rollout.staging.index import Index, StagedError, StagedFault, piece_count, piece_offset, shard_bytes, shard_header
+from sglang_rollout.staging.index import Index, StagedError, StagedFault, piece_count, piece_offset, shard_bytes, shard_header, too_large
 from sglang_rollout.staging.kept_differences import KeptDifferences
 from sglang_rollout.wire import Message
 from sglang_rollout.wire.staged import UPDATE_PATTERN, IndexEntry, Piece, Shard, StagedCopy, VersionEnd
@@ -87,6 +88,8 @@ class Copy:
         """Why nothing more arrives, as a sentence; empty while the copy may grow."""
         self.bytes_received = 0
         """Bytes that were read from other pods or from a trainer, also those of unfinished pieces."""
+        self.before_removal: list[Callable[[], Awaitable[None]]] = []
+        """Calls that end maps of the files. Each is made once, before files are deleted, because a map keeps their memory."""
         self._counting = threading.Lock()
         self._data_starts: list[int] = []
         self._locks: dict[tuple[int, int], asyncio.Lock] = {}
@@ -277,11 +280,12 @@ class Copy:
             hidden = hide_folder(self.folder)
             self.folder.mkdir()
         self.index, self.differences = Index(), KeptDifferences(self.folder / DIFFERENCES)
+        calls, self.before_removal = self.before_removal, []
         self._data_starts.clear()
         self._locks.clear()
         self._touched.clear()
         self._wake_waiters()
-        await finish_in_thread(lambda: delete_folders([hidden]))
+        await remove_folders([hidden], calls)
 
     def restore(self, manifest: Manifest) -> None:
         """Take over the files of an earlier process. Raises StagedError if they are not what the manifest describes."""
@@ -310,7 +314,7 @@ class Copy:
                 f"Update {self.update} cannot take over update {source.update}: it has begun, or the other one is not complete."
             )
         if source.index.bytes > self.size_limit:
-            raise _too_large(source.index.bytes, self.size_limit)
+            raise too_large(source.index.bytes, self.size_limit)
         for number, shard in enumerate(source.index.shards):
             with Writing(self.shard_path(number)):
                 os.link(source.shard_path(number), self.shard_path(number))
@@ -375,19 +379,11 @@ class Copy:
     def _check_size(self, more: int) -> None:
         total = self.index.bytes + more
         if total > self.size_limit:
-            raise _too_large(total, self.size_limit)
+            raise too_large(total, self.size_limit)
         free, needed = shutil.disk_usage(self.folder).free, total - sum(self._touched.values())
         if needed > free:
             message = f"The volume {self.folder.parent} has {free} bytes free, but the rest of the version needs {needed}."
             raise StagedError(message, StagedFault.NO_SPACE)
-
-
-def _too_large(total: int, limit: int) -> StagedError:
-    message = (
-        f"The version has at least {total} bytes, more than the limit of {limit} bytes (spec.weights.staging.sizeLimit)."
-        " Raise the limit, or send a smaller version."
-    )
-    return StagedError(message, StagedFault.TOO_LARGE)
 
 
 class Copies:
@@ -451,7 +447,7 @@ class Copies:
             copy.mark_deleted()
         hidden = [hide_folder(copy.folder) for copy in removed]
         self._save_tickets()
-        await finish_in_thread(lambda: delete_folders(hidden))
+        await remove_folders(hidden, [call for copy in removed for call in copy.before_removal])
 
     def status(self) -> list[StagedCopy]:
         """Return the status of each copy, oldest first."""

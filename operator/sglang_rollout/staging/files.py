@@ -10,7 +10,7 @@ import hashlib
 import os
 import secrets
 import shutil
-from collections.abc import AsyncIterable, Callable, Sequence
+from collections.abc import AsyncIterable, Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import IO, TypeVar
@@ -191,6 +191,15 @@ def delete_folders(folders: Sequence[Path]) -> None:
     """Delete folders with their files. Blocks: a volume in memory needs a second for 20 GB."""
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+async def remove_folders(folders: Sequence[Path], calls: Sequence[Callable[[], Awaitable[None]]]) -> None:
+    """Make calls that end maps of files in these folders, and delete the folders. If a call fails, they are deleted anyway."""
+    try:
+        for call in calls:
+            await call()
+    finally:
+        await finish_in_thread(lambda: delete_folders(folders))
 
 
 def read_boot_id() -> str:

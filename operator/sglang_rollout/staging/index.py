@@ -45,6 +45,15 @@ class StagedError(Exception):
         self.fault = fault
 
 
+def too_large(total: int, limit: int) -> StagedError:
+    """Return the error of a version with more bytes than the limit."""
+    message = (
+        f"The version has at least {total} bytes, more than the limit of {limit} bytes (spec.weights.staging.sizeLimit)."
+        " Raise the limit, or send a smaller version."
+    )
+    return StagedError(message, StagedFault.TOO_LARGE)
+
+
 def tensor_bytes(tensor: StagedTensor) -> int:
     """Return the bytes of a tensor. Raises StagedError for an unknown type or an impossible shape."""
     bits = ITEM_BITS.get(tensor.dtype)

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 from sglang_rollout.staging.bandwidth import PART_BYTES, Bandwidth
@@ -27,9 +28,11 @@ from sglang_rollout.staging.differences import most_bytes
 from sglang_rollout.staging.files import Writing, finish_in_thread, patch_range
 from sglang_rollout.staging.index import StagedError, StagedFault
 from sglang_rollout.wire.ports import BASE_HEADER
+from sglang_rollout.wire.staged import Piece
 
-_MAX_ERROR_BYTES = 2**16
-"""Bytes of a refusal that are read."""
+_MAX_SMALL_BYTES = 2**16
+"""Bytes of a refusal, or of an answer without a piece, that are read."""
+_Answer = TypeVar("_Answer")
 
 
 def describe_silence(seconds: float) -> str:
@@ -65,6 +68,7 @@ class Target:
     file: Path
     offset: int
     size: int
+    piece: Piece
     on_bytes: Callable[[int], None] = lambda _count: None
     """Called in the thread with the number of bytes that have arrived since the last call."""
 
@@ -149,13 +153,36 @@ class PieceReader:
             BrokenAnswerError: The parent cannot be reached, or the answer breaks off.
             StagedError: The answer has another number of bytes, the difference is damaged, or a file cannot be read or written.
         """
+        asked = {} if origin is None else {BASE_HEADER: origin.version}
+        return await self._ask(path, asked, partial(_receive_piece, target, origin))
+
+    async def read_difference(self, path: str, target: Target, origin: Origin) -> Received | None:
+        """Write a piece by its difference, and return None if the parent does not have it. Takes and raises what :meth:`read` does."""
+        receive = partial(_receive_piece, target, origin)
+        asked = {BASE_HEADER: origin.version}
+        return await self._ask(
+            f"{path}?only=difference", asked, lambda answer, pace: None if answer.status == 204 else receive(answer, pace)
+        )
+
+    async def fetch(self, path: str) -> bytes:
+        """Return the bytes of a small answer. Raises RefusedPieceError and BrokenAnswerError."""
+        return await self._ask(path, {}, lambda answer, _pace: answer.read(_MAX_SMALL_BYTES))
+
+    async def _ask(self, path: str, asked: Mapping[str, str], receive: Callable[[HTTPResponse, _Pace], _Answer]) -> _Answer:
+        """Send a request in a thread, and receive its answer there.
+
+        Args:
+            path: Path of the request.
+            asked: Headers of this request besides those of each.
+            receive: Reads the body of the answer.
+        """
         pace = _Pace(self._bandwidth, threading.Event())
         while True:
             is_used = bool(self._idle)
             connection = self._idle.pop() if is_used else await self._connect()
             try:
                 found = await finish_in_thread(
-                    partial(self._read, connection, path, target, origin, pace),
+                    partial(self._read, connection, path, asked, lambda answer: receive(answer, pace)),
                     executor=self._threads,
                     on_cancel=partial(_shut_down, connection, pace),
                 )
@@ -204,9 +231,8 @@ class PieceReader:
         connection.sock = connected
         return connection
 
-    def _read(self, connection: HTTPConnection, path: str, target: Target, origin: Origin | None, pace: _Pace) -> Received:
+    def _read(self, connection: HTTPConnection, path: str, asked: Mapping[str, str], receive: Callable[[HTTPResponse], _Answer]) -> _Answer:
         """Send a request and read its answer. Runs in a thread."""
-        asked = {} if origin is None else {BASE_HEADER: origin.version}
         try:
             connection.request("GET", path, headers={**self._headers, **asked})
             answer = connection.getresponse()
@@ -215,12 +241,10 @@ class PieceReader:
         except (OSError, HTTPException) as error:
             raise _UnansweredError(f"the answer broke off ({type(error).__name__}: {error})") from error
         try:
-            if answer.status != 200:
+            if answer.status not in (200, 204):
                 raise _refusal(answer)
             with self._bandwidth.transfer():
-                if (version := answer.getheader(BASE_HEADER)) is not None:
-                    return _receive_difference(answer, target, origin, version, pace)
-                return Received(_receive(answer, target, pace))
+                return receive(answer)
         except TimeoutError:
             raise BrokenAnswerError(describe_silence(self._read_seconds)) from None
         except (OSError, HTTPException) as error:
@@ -238,6 +262,13 @@ def _shut_down(connection: HTTPConnection, pace: _Pace) -> None:
     if used is not None:
         with suppress(OSError):  # the parent has closed it
             used.shutdown(socket.SHUT_RDWR)
+
+
+def _receive_piece(target: Target, origin: Origin | None, answer: HTTPResponse, pace: _Pace) -> Received:
+    """Write the piece that an answer holds, or the one that follows from its difference."""
+    if (version := answer.getheader(BASE_HEADER)) is not None:
+        return _receive_difference(answer, target, origin, version, pace)
+    return Received(_receive(answer, target, pace))
 
 
 def _receive(answer: HTTPResponse, target: Target, pace: _Pace) -> str:
@@ -298,7 +329,7 @@ def _wrong_size(size: int, found: str) -> StagedError:
 
 def _refusal(answer: HTTPResponse) -> RefusedPieceError:
     """Return the error for an answer with another status than 200; without a code if it is not of this project."""
-    code, message, text = "", answer.reason, answer.read(_MAX_ERROR_BYTES)
+    code, message, text = "", answer.reason, answer.read(_MAX_SMALL_BYTES)
     with suppress(ValueError, TypeError, KeyError):
         body = json.loads(text)
         code, message = str(body["code"]), str(body["message"])

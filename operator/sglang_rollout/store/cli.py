@@ -21,6 +21,8 @@ from sglang_rollout.proxy.listen import listen as listen_at
 from sglang_rollout.staging.bandwidth import Bandwidth
 from sglang_rollout.staging.copies import Copies
 from sglang_rollout.staging.index import StagedError
+from sglang_rollout.staging.mooncake import MooncakeReader, SharedMemory
+from sglang_rollout.staging.piece_reader import PieceReader
 from sglang_rollout.staging.serve import staging_routes
 from sglang_rollout.store.app import make_control_app, make_data_app, make_metrics_app
 from sglang_rollout.store.kernels import KernelArchives
@@ -52,6 +54,7 @@ class Settings:
     kernels: Path | None = None
     kernels_credentials: Credentials | None = None
     bandwidth_limit: int | None = None
+    mooncake: bool = False
 
 
 def _parse_address(_context: click.Context, _parameter: click.Parameter, text: str) -> Address:
@@ -130,6 +133,12 @@ def _parse_address(_context: click.Context, _parameter: click.Parameter, text: s
     type=click.Path(path_type=Path),
     help="With --kernels: file with the credentials of the kernels, one a line. All are accepted. Read again when it changes.",
 )
+@click.option(
+    "--mooncake",
+    is_flag=True,
+    help="Let agents copy versions with Mooncake Transfer Engine, and copy from them with it, at ports"
+    f" {ports.MOONCAKE_PORTS[0]} to {ports.MOONCAKE_PORTS[1]}. Every process that reaches these ports can read the versions.",
+)
 @logging_options
 def command(
     *,
@@ -171,8 +180,10 @@ async def _serve(settings: Settings, session: aiohttp.ClientSession, stop: async
     copies = Copies(settings.volume, settings.state_dir)
     receivers = Receivers()
     snapshots = Snapshots(settings.snapshots) if settings.snapshots is not None else None
-    store = Store(copies, receivers, session, snapshots, Bandwidth(settings.bandwidth_limit))
-    routes = staging_routes(store, Bandwidth(settings.bandwidth_limit))
+    reader = MooncakeReader if settings.mooncake else PieceReader
+    store = Store(copies, receivers, session, snapshots, Bandwidth(settings.bandwidth_limit), open_reader=reader)
+    memory = SharedMemory(copies) if settings.mooncake else None
+    routes = staging_routes(store, Bandwidth(settings.bandwidth_limit), memory)
     if settings.kernels is not None and settings.kernels_credentials is not None:
         routes += KernelArchives(settings.kernels, settings.kernels_credentials).routes()
     apps = (
@@ -197,3 +208,5 @@ async def _serve(settings: Settings, session: aiohttp.ClientSession, stop: async
         await store.close()
         for runner in runners:
             await runner.cleanup()
+        if memory is not None:
+            await memory.close()

@@ -23,6 +23,7 @@ from sglang_rollout.internal.requests import deadline_of, read_message
 from sglang_rollout.proxy.address import Address
 from sglang_rollout.staging.bandwidth import Bandwidth
 from sglang_rollout.staging.copies import Copies
+from sglang_rollout.staging.mooncake import SharedMemory, share_memory
 from sglang_rollout.staging.payload import install_loader
 from sglang_rollout.staging.serve import staging_routes
 from sglang_rollout.wire.agent import SyncRequest
@@ -45,8 +46,10 @@ class StagedService:
         *,
         members: MemberPods | None,
         sending: Bandwidth,
+        memory: SharedMemory | None = None,
     ) -> None:
         self._copies = copies
+        self._memory = memory
         self._stager = stager
         self._activator = activator
         self.own_copy = own_copy
@@ -57,7 +60,7 @@ class StagedService:
     def data_app(self) -> web.Application:
         """Return the application of the data port, which needs the tickets of the versions."""
         app = web.Application()
-        app.add_routes(staging_routes(self._copies, self._sending))
+        app.add_routes(staging_routes(self._copies, self._sending, self._memory))
         return app
 
     async def stage(self, request: web.Request, answer: Callable[[], Awaitable[web.Response]]) -> web.StreamResponse:
@@ -111,6 +114,7 @@ async def run_staged_service(
     head_pod: HeadPod | None = None,
     data_address: Address | None = None,
     bandwidth_limit: int | None = None,
+    mooncake: bool = False,
 ) -> AsyncIterator[StagedService]:
     """Offer transport Staged for the length of the block. The loader is installed when the block begins.
 
@@ -125,6 +129,7 @@ async def run_staged_service(
         head_pod: The agent's role in an engine with several pods; None for an engine of one pod.
         data_address: With ``head_pod``: where the other pods of the engine find the copies of this pod.
         bandwidth_limit: Most bytes per second that this pod receives from other pods, and that it sends to them; None: not limited.
+        mooncake: Copy versions with Mooncake Transfer Engine, and let other pods do so.
 
     Raises:
         StagedError: The volume cannot be written.
@@ -133,14 +138,15 @@ async def run_staged_service(
     copies, saved = Copies(volume, state / "staged"), SavedVersions(state / "staged" / "versions")
     members = None if head_pod is None or data_address is None else MemberPods(head_pod, copies, data_address)
     agent.list_copies = copies.status if members is None else members.list_copies
-    async with open_session() as session:
+    async with open_session() as session, share_memory(copies, wanted=mooncake) as memory:
         folder = VerdictFolder(verdicts)
         way = choose_way(agent.engine, folder, data_size=data_size, model_path=model_path)
         activator = Activator(agent, copies, saved, Attempts(folder, members), way, pipeline_size=pipeline_size)
-        stager = Stager(copies, saved, session, lambda: activator.updates_in_use, Bandwidth(bandwidth_limit))
+        stager = Stager(copies, saved, session, lambda: activator.updates_in_use, Bandwidth(bandwidth_limit), mooncake=mooncake)
         try:
             own_copy = OwnCopyWatch(agent, activator, saved)
-            yield StagedService(copies, stager, activator, own_copy, members=members, sending=Bandwidth(bandwidth_limit))
+            sending = Bandwidth(bandwidth_limit)
+            yield StagedService(copies, stager, activator, own_copy, members=members, sending=sending, memory=memory)
         finally:
             await activator.close()
             await stager.close()

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import aiohttp
+import pytest
 from aiohttp import web
 
 from sglang_rollout.staging.bandwidth import Bandwidth
 from sglang_rollout.staging.copies import Copies, Copy
+from sglang_rollout.staging.mooncake import SharedMemory
 from sglang_rollout.staging.pull import pull
 from sglang_rollout.staging.serve import staging_routes
 from sglang_rollout.wire.ports import STAGED, TICKET_HEADER
@@ -21,6 +24,7 @@ from tests.support.staged import LIMIT, TICKET, fill, update_id
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Fault = Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]
+STAND_IN_MOONCAKE = Path(__file__).parent / "stand_in_mooncake"
 SECONDS = 30.0
 """Deadline of waits that end at once unless something is broken."""
 
@@ -36,6 +40,8 @@ class Pod:
     """Answers in place of the routes."""
     asked: list[str] = field(default_factory=list)
     """Paths of all requests."""
+    memory: SharedMemory | None = None
+    """What shares the copies with Mooncake."""
 
     @property
     def copy(self) -> Copy:
@@ -54,7 +60,9 @@ class Pod:
 
 
 @asynccontextmanager
-async def run_pod(folder: Path, fault: Fault | None = None, sending: Bandwidth | None = None) -> AsyncIterator[Pod]:
+async def run_pod(
+    folder: Path, fault: Fault | None = None, sending: Bandwidth | None = None, *, mooncake: bool = False
+) -> AsyncIterator[Pod]:
     copies = Copies(folder / "volume", folder / "state")
     pods: list[Pod] = []
 
@@ -64,17 +72,20 @@ async def run_pod(folder: Path, fault: Fault | None = None, sending: Bandwidth |
         return await (handler(request) if pods[0].fault is None else pods[0].fault(request, handler))
 
     app = web.Application(middlewares=[faulty])
-    app.add_routes(staging_routes(copies, sending))
+    memory = SharedMemory(copies) if mooncake else None
+    app.add_routes(staging_routes(copies, sending, memory))
     runner = web.AppRunner(app, shutdown_timeout=0.01)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     port = runner.addresses[0][1]
-    pods.append(Pod(copies, f"http://127.0.0.1:{port}", runner, fault))
+    pods.append(Pod(copies, f"http://127.0.0.1:{port}", runner, fault, memory=memory))
     try:
         yield pods[0]
     finally:
         await runner.cleanup()
+        if memory is not None:
+            await memory.close()
 
 
 def stage_request(parents: Sequence[Pod | str], *, digest: str = "", deadline: float = SECONDS, ticket: str = TICKET) -> StageRequest:
@@ -91,6 +102,18 @@ async def get(url: str, path: str, ticket: str = TICKET) -> tuple[int, bytes, di
     """Return status, body and headers of a request below ``STAGED``."""
     async with aiohttp.ClientSession() as session, session.get(f"{url}{STAGED}{path}", headers={TICKET_HEADER: ticket}) as answer:
         return answer.status, await answer.read(), dict(answer.headers)
+
+
+def use_stand_in_mooncake(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Let child processes load the stand-in for Mooncake's library. Each of them that shares or reads writes a file into ``folder``."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(STAND_IN_MOONCAKE), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("MC_FORCE_TCP", "1")
+    monkeypatch.setenv("TMPDIR", str(folder))
+
+
+def mooncake_processes(folder: Path) -> int:
+    """Return the number of processes that have used the stand-in."""
+    return len(list(folder.glob("stand-in-mooncake-*.json")))
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -1,0 +1,306 @@
+"""Read pieces with Mooncake Transfer Engine in place of HTTP, and let other pods read the shards of this one.
+
+Only bytes of whole pieces move by Mooncake. Index, tickets, digests and differences, which are small, stay with HTTP, and so does every
+piece after an error of Mooncake. The native library runs in child processes: one that shares, and one for each parent from which pieces
+are read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+import logging
+import os
+import socket
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from pydantic import ValidationError
+
+from sglang_rollout.staging.copies import Copies, Copy
+from sglang_rollout.staging.piece_reader import BrokenAnswerError, Origin, PieceReader, Received, RefusedPieceError, Target
+from sglang_rollout.wire.ports import MOONCAKE_PORTS
+from sglang_rollout.wire.reasons import Refusal, RefusalCode, RefusedError, end_sentence
+from sglang_rollout.wire.staged import ShardMemory
+
+log = logging.getLogger(__name__)
+
+_MODULE = "sglang_rollout.staging.mooncake_child"
+_START_SECONDS = 30.0
+_TRANSFER_SECONDS = 15
+"""Time after which Mooncake itself gives up one transfer."""
+_CALL_SECONDS = 20.0
+"""Deadline of one command; later than that of a transfer, whose error is clearer."""
+_DEVICES = Path("/dev/infiniband")
+
+
+class MooncakeError(Exception):
+    """Mooncake could not do something. The message is a sentence. The child process has ended."""
+
+
+def find_transport() -> str:
+    """Return ``rdma``, or ``tcp`` if Mooncake's own variable ``MC_FORCE_TCP`` asks for it, because HTTP is faster than Mooncake over TCP.
+
+    Raises:
+        MooncakeError: This container has no device for RDMA.
+    """
+    if os.environ.get("MC_FORCE_TCP"):
+        return "tcp"
+    if not any(_DEVICES.glob("uverbs*")):
+        raise MooncakeError(f"This container has no device for RDMA in {_DEVICES}.")
+    return "rdma"
+
+
+def _environment(host: str) -> dict[str, str]:
+    """Return the variables of a child. Mooncake takes its ports from a range, and has a switch for IPv6."""
+    first, last = MOONCAKE_PORTS
+    ports = {"MC_MIN_RPC_PORT": str(first), "MC_MAX_RPC_PORT": str(last), "MC_TRANSFER_TIMEOUT": str(_TRANSFER_SECONDS)}
+    family = {"MC_USE_IPV6": "1"} if ":" in host else {}
+    return {**os.environ, "MC_LOG_LEVEL": "ERROR", **ports, **family}
+
+
+class MooncakeProcess:
+    """One child process. Create it with :meth:`start`."""
+
+    def __init__(self, process: asyncio.subprocess.Process, host: str, transport: str) -> None:
+        self._process = process
+        self._host = host
+        self.transport = transport
+        self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._commands = 0
+        self._reading = asyncio.create_task(self._read_answers(), name="answers of Mooncake")
+        self._port = 0
+
+    @classmethod
+    async def start(cls, host: str) -> MooncakeProcess:
+        """Start a child that other pods reach at ``host``, an IP address. Raises MooncakeError."""
+        transport, pipe = find_transport(), asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", _MODULE, str(os.getpid()), host, transport, stdin=pipe, stdout=pipe, env=_environment(host)
+        )
+        child = cls(process, host, transport)
+        child._port = int((await child._wait(0, "start", _START_SECONDS))["port"])
+        return child
+
+    @property
+    def is_alive(self) -> bool:
+        """True while the child runs."""
+        return self._process.returncode is None
+
+    @property
+    def segment(self) -> str:
+        """Name of the child for the Mooncake of other pods."""
+        return f"[{self._host}]:{self._port}" if ":" in self._host else f"{self._host}:{self._port}"
+
+    async def ask(self, action: str, **fields: Any) -> dict[str, Any]:
+        """Send a command and return its answer. After an error or a cancellation the child has ended, so that it writes nothing more.
+
+        Raises:
+            MooncakeError: The child could not do it, has ended, or is late.
+        """
+        self._commands += 1
+        number = self._commands
+        if self._process.stdin is None:
+            raise RuntimeError("the child was started without a pipe")
+        with suppress(OSError):  # it has ended, which the wait reports
+            self._process.stdin.write((json.dumps({"number": number, "do": action, **fields}) + "\n").encode())
+        return await self._wait(number, action, _CALL_SECONDS)
+
+    async def kill(self) -> None:
+        """End the child, and return when it has ended. A cancelled caller waits, too."""
+        self.end()
+        ended, cancelled = asyncio.ensure_future(self._process.wait()), None
+        while not ended.done():
+            try:
+                await asyncio.wait({ended})
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            raise cancelled
+
+    def end(self) -> None:
+        """End the child without a wait."""
+        with suppress(ProcessLookupError):  # it ended first
+            self._process.kill()
+
+    async def _wait(self, number: int, action: str, seconds: float) -> dict[str, Any]:
+        waiting = self._answers.setdefault(number, asyncio.get_running_loop().create_future())
+        either: set[asyncio.Future[Any]] = {waiting, self._reading}
+        try:
+            async with asyncio.timeout(seconds):
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not waiting.done():
+                raise MooncakeError(f"The process of Mooncake ended when it should {action}.")
+            answer = waiting.result()
+            if "error" in answer:
+                raise MooncakeError(end_sentence(str(answer["error"])))
+        except TimeoutError:
+            await self.kill()
+            raise MooncakeError(f"Mooncake did not {action} within {seconds:g} s.") from None
+        except BaseException:
+            await self.kill()
+            raise
+        finally:
+            del self._answers[number]
+        return answer
+
+    async def _read_answers(self) -> None:
+        """Read answers until the child ends."""
+        if self._process.stdout is None:
+            raise RuntimeError("the child was started without a pipe")
+        while line := await self._process.stdout.readline():
+            answer = json.loads(line)
+            waiting = self._answers.setdefault(int(answer["number"]), asyncio.get_running_loop().create_future())
+            if not waiting.done():
+                waiting.set_result(answer)
+
+
+class SharedMemory:
+    """Shards of this pod that other pods may read with Mooncake. A shard is shared from the first question for it until it is deleted.
+
+    Args:
+        copies: The copies. Snapshots on a volume are not shared.
+    """
+
+    def __init__(self, copies: Copies) -> None:
+        self._copies = copies
+        self._child: MooncakeProcess | None = None
+        self._addresses: WeakKeyDictionary[Copy, dict[int, int]] = WeakKeyDictionary()
+        self._lock = asyncio.Lock()
+        self._problem = ""
+        """Why no child starts."""
+
+    async def locate(self, copy: Copy, shard: int, host: str) -> ShardMemory:
+        """Return where a shard is; ``host`` is the address of this pod for the caller. Raises RefusedError."""
+        async with self._lock:
+            if self._copies.get(copy.update) is not copy or shard >= len(copy.index.shards):
+                raise RefusedError(Refusal(RefusalCode.NOT_FOUND, f"Update {copy.update} has no shard {shard} in memory here."))
+            try:
+                child = await self._start(host)
+                return ShardMemory(segment=child.segment, transport=child.transport, address=await self._share(child, copy, shard))
+            except MooncakeError as error:
+                raise RefusedError(Refusal(RefusalCode.UNAVAILABLE, str(error))) from error
+
+    async def close(self) -> None:
+        """End the child."""
+        async with self._lock:
+            if self._child is not None:
+                await self._child.kill()
+
+    async def _start(self, host: str) -> MooncakeProcess:
+        if self._problem:
+            raise MooncakeError(self._problem)
+        if self._child is None or not self._child.is_alive:
+            self._addresses.clear()  # what an earlier child shared ended with it
+            try:
+                self._child = await MooncakeProcess.start(host)
+            except MooncakeError as error:
+                self._problem = str(error)
+                log.warning("No versions are shared with Mooncake until this process starts again: %s", error)
+                raise
+        return self._child
+
+    async def _share(self, child: MooncakeProcess, copy: Copy, shard: int) -> int:
+        known = self._addresses.get(copy)
+        if known is None:
+            known = self._addresses[copy] = {}
+            copy.before_removal.append(lambda: self._forget(copy))
+        if shard not in known:
+            known[shard] = int((await child.ask("share", path=str(copy.shard_path(shard))))["address"])
+        return known[shard]
+
+    async def _forget(self, copy: Copy) -> None:
+        """End the maps of a copy's files."""
+        async with self._lock:
+            for address in self._addresses.pop(copy, {}).values():
+                if self._child is None or not self._child.is_alive:
+                    return
+                try:
+                    await self._child.ask("unshare", address=address)
+                except MooncakeError as error:  # the maps ended with the child
+                    log.warning("Versions are shared with a new process of Mooncake: %s", error)
+                    return
+
+
+@asynccontextmanager
+async def share_memory(copies: Copies, *, wanted: bool) -> AsyncIterator[SharedMemory | None]:
+    """Yield what shares these copies for the length of the block; None unless ``wanted``."""
+    memory = SharedMemory(copies) if wanted else None
+    try:
+        yield memory
+    finally:
+        if memory is not None:
+            await memory.close()
+
+
+class MooncakeReader(PieceReader):
+    """Reads whole pieces from the memory of one parent. After an error it reads the same piece, and all later ones, over HTTP."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._child: MooncakeProcess | None = None
+        self._located: dict[int, ShardMemory] = {}
+        self._lock = asyncio.Lock()
+        self._has_failed = False
+
+    async def read(self, path: str, target: Target, origin: Origin | None = None) -> Received:
+        """Write a piece to its file, by its difference if the parent has it. Takes and raises what :class:`PieceReader` does."""
+        if self._has_failed:
+            return await super().read(path, target, origin)
+        if origin is not None and (found := await self.read_difference(path, target, origin)) is not None:
+            return found
+        try:
+            return Received(await self._read_memory(path, target))
+        except (MooncakeError, RefusedPieceError, BrokenAnswerError, ValidationError, OSError) as error:
+            if not self._has_failed:
+                self._has_failed = True
+                why = str(error).splitlines()[0]
+                log.warning("Pieces come from %s:%d over HTTP and not with Mooncake: %s", self._host, self._port, why)
+        if self._child is not None:
+            await self._child.kill()  # before another reader writes the same bytes
+        return await super().read(path, target)
+
+    def close(self) -> None:
+        """Close all connections, and end the child. No call may be in progress."""
+        if self._child is not None:
+            self._child.end()
+        super().close()
+
+    async def _read_memory(self, path: str, target: Target) -> str:
+        piece = target.piece
+        async with self._lock:
+            if self._has_failed:
+                raise MooncakeError("An earlier piece has failed.")
+            located = self._located.get(piece.shard)
+            if located is None:
+                located = self._located[piece.shard] = await self._locate(path, piece.shard)
+            child = self._child = self._child or await MooncakeProcess.start(await _own_address(located.segment))
+        if located.transport != child.transport:
+            raise MooncakeError(f"The other pod uses {located.transport}, and this one {child.transport}.")
+        where = {"segment": located.segment, "address": located.address + target.offset, "size": target.size}
+        digest = str((await child.ask("read", **where, path=str(target.file), offset=target.offset))["digest"])
+        if digest != piece.digest:
+            raise MooncakeError(f"Piece {piece.piece} of shard {piece.shard} has other bytes than announced.")
+        target.on_bytes(target.size)
+        return digest
+
+    async def _locate(self, path: str, shard: int) -> ShardMemory:
+        return ShardMemory.model_validate_json(await self.fetch(f"{path.partition('/pieces/')[0]}/memory/{shard}"))
+
+
+async def _own_address(segment: str) -> str:
+    """Return the address of this pod that routes to a segment. Raises MooncakeError for a segment that has no IP address."""
+    host, _, port = segment.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    try:
+        family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, int(port)))  # UDP: chooses a route and sends nothing
+            return str(probe.getsockname()[0])
+    except ValueError:
+        raise MooncakeError(f"The other pod gave {segment[:80]!r} in place of an IP address and a port.") from None

@@ -1,0 +1,333 @@
+"""Pieces that move with Mooncake Transfer Engine: the same copies as over HTTP, HTTP after every error, and no map of a deleted file.
+
+The tests run with a stand-in for the library, which reads the memory of other processes, and with the library itself if it is installed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import logging
+import os
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from sglang_rollout.staging import mooncake
+from sglang_rollout.staging.copies import DIFFERENCES, Copy
+from sglang_rollout.staging.differences import encode
+from sglang_rollout.staging.index import StagedError
+from sglang_rollout.staging.mooncake import MooncakeReader
+from sglang_rollout.staging.piece_reader import PieceReader
+from sglang_rollout.staging.pull import pull
+from sglang_rollout.wire.ports import BASE_HEADER
+from sglang_rollout.wire.staged import StageRequest, VersionEnd
+from tests.contract.support.staging_pods import Handler, Pod, get, mooncake_processes, run_pod, stage_request, until, use_stand_in_mooncake
+from tests.support.staged import (
+    LIMIT,
+    PIECE,
+    TICKET,
+    copies,
+    fill,
+    fill_shard,
+    open_copy,
+    pieces,
+    random_version,
+    read_data,
+    sha256,
+    shard,
+    update_id,
+    use_small_pieces,
+)
+
+SHARDS = [shard(4 * PIECE + 1, 30), shard(PIECE), shard(0), shard(7)]
+PIECES = 7
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_small_pieces(monkeypatch)
+    monkeypatch.setenv("MC_FORCE_TCP", "1")
+
+
+def has_library() -> bool:
+    return importlib.util.find_spec("mooncake") is not None
+
+
+@pytest.fixture
+def faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Use the stand-in. A file in the returned folder makes it fail."""
+    folder = tmp_path / "faults"
+    folder.mkdir()
+    monkeypatch.setenv("MOONCAKE_FAULTS", str(folder))
+    use_stand_in_mooncake(monkeypatch, tmp_path)
+    return folder
+
+
+@pytest.fixture(params=["stand-in", "library"])
+def library(request: pytest.FixtureRequest) -> None:
+    if request.param == "stand-in":
+        request.getfixturevalue("faults")
+    elif not has_library():
+        pytest.skip("Mooncake Transfer Engine is not installed")
+
+
+@pytest.fixture
+async def pods(tmp_path: Path) -> AsyncIterator[list[Pod]]:
+    """A peer, and the store. Both share their memory."""
+    async with AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(run_pod(tmp_path / name, mooncake=True)) for name in ("peer", "store")]
+
+
+@pytest.fixture
+def data() -> list[bytes]:
+    return random_version(SHARDS)
+
+
+async def pull_into(copy: Copy, request: StageRequest, reader: type[PieceReader] = MooncakeReader, base: Copy | None = None) -> VersionEnd:
+    async with aiohttp.ClientSession() as session:
+        return await pull(session, request, copy, base, open_reader=reader)
+
+
+def maps_of(folder: Path) -> list[str]:
+    """Return the maps of this process's children of files in a folder."""
+    found: list[str] = []
+    for child in Path(f"/proc/{os.getpid()}/task").glob("*/children"):
+        for process in child.read_text().split():
+            maps = Path(f"/proc/{process}/maps")
+            found += [line for line in maps.read_text().splitlines() if str(folder) in line] if maps.exists() else []
+    return found
+
+
+# Both readers give the same copy
+
+
+@pytest.mark.parametrize("reader", [PieceReader, MooncakeReader])
+@pytest.mark.usefixtures("library")
+async def test_a_version_is_copied_while_it_arrives(pods: list[Pod], tmp_path: Path, data: list[bytes], reader: type[PieceReader]) -> None:
+    peer, store = pods
+    last = open_copy(tmp_path)
+    calls = [pull_into(peer.copy, stage_request([store]), reader), pull_into(last, stage_request([peer, store]), reader)]
+    tasks = [asyncio.create_task(call) for call in calls]
+    store_copy = store.copy
+    for number, each in enumerate(SHARDS):
+        store_copy.add_shard(each)
+        for piece in reversed(range(len(pieces(data[number])))):
+            held = pieces(data[number])[piece]
+            store_copy.write_piece(number, piece, held, sha256(held))
+            await until(lambda key=(number, piece): key in last.index.digests)  # type: ignore[misc]
+    end = store_copy.seal()
+    assert await asyncio.gather(*tasks) == [end, end]
+    assert read_data(last) == read_data(peer.copy) == data
+    over_http = PIECES if reader is PieceReader else 0
+    assert (peer.pieces_given, store.pieces_given) == (over_http, over_http)
+
+
+@pytest.mark.usefixtures("library")
+async def test_a_deleted_copy_is_no_longer_mapped(pods: list[Pod], tmp_path: Path, data: list[bytes]) -> None:
+    """A map would keep the memory of the deleted files."""
+    store = pods[1]
+    store.hold(SHARDS, data)
+    await pull_into(open_copy(tmp_path), stage_request([store]))
+    folder = store.copy.folder
+    assert len(maps_of(folder)) >= len(SHARDS) - 1
+    await store.copies.keep(set())
+    assert maps_of(folder.parent) == []
+    end = store.hold(SHARDS, data)
+    assert await pull_into(open_copy(tmp_path / "again"), stage_request([store])) == end
+    assert store.pieces_given == 0
+
+
+@pytest.mark.usefixtures("library")
+async def test_a_copy_that_is_started_again_is_read_again(pods: list[Pod], tmp_path: Path, data: list[bytes]) -> None:
+    store, other = pods[1], random_version(SHARDS)
+    store.hold(SHARDS, data)
+    await pull_into(open_copy(tmp_path), stage_request([store]))
+    await store.copy.reset()
+    assert maps_of(store.copy.folder.parent) == []
+    end, copy = store.hold(SHARDS, other), open_copy(tmp_path / "again")
+    assert await pull_into(copy, stage_request([store])) == end
+    assert (read_data(copy), store.pieces_given) == (other, 0)
+
+
+@pytest.mark.usefixtures("library")
+async def test_other_pods_cannot_write_to_a_copy(pods: list[Pod], tmp_path: Path, data: list[bytes]) -> None:
+    """A pod that reaches the ports of Mooncake may ask it to write, but over TCP the maps are read-only."""
+    store = pods[1]
+    store.hold(SHARDS, data)
+    await pull_into(open_copy(tmp_path), stage_request([store]))
+    assert {line.split()[1] for line in maps_of(store.copy.folder)} == {"r--s"}
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+@pytest.mark.usefixtures("library")
+async def test_a_piece_comes_over_http_only_as_its_difference(tmp_path: Path, data: list[bytes], is_damaged: bool) -> None:
+    """A pod that has the version before asks for the difference of each piece; without one, or with a wrong one, the piece is whole."""
+    whole: list[str] = []
+
+    async def note(request: web.Request, handler: Handler) -> web.StreamResponse:
+        answer = await handler(request)
+        if "/pieces/" in request.path and answer.status == 200 and BASE_HEADER not in answer.headers:
+            whole.append(request.path)
+        return answer
+
+    changed = bytes([data[0][3 * PIECE] ^ 1])
+    new = [bytes(PIECE) + data[0][PIECE : 3 * PIECE] + changed + data[0][3 * PIECE + 1 :], *data[1:]]
+    replaced, patched = pieces(new[0])[0], pieces(new[0])[3]
+    difference = encode(pieces(data[0])[3], patched)
+    assert difference
+    async with run_pod(tmp_path / "store", note, mooncake=True) as store:
+        held, theirs = copies(tmp_path / "mine"), fill(store.copies.open(update_id(1), TICKET, LIMIT), SHARDS, data)
+        base, copy = fill(held.open(update_id(1), TICKET, LIMIT), SHARDS, data), held.open(update_id(), TICKET, LIMIT)
+        for number, each in enumerate(SHARDS):
+            store.copy.add_shard(each)
+            for piece, now in enumerate(pieces(new[number])):
+                if now != patched:
+                    store.copy.write_piece(number, piece, now, sha256(now))
+        await store.copy.patch_piece(0, 3, sha256(patched), theirs, difference)
+        end = store.copy.seal()
+        if is_damaged:
+            next((store.copy.folder / DIFFERENCES).iterdir()).write_bytes(bytes(len(difference)))
+        assert await pull_into(copy, stage_request([store]), base=base) == end
+    assert (read_data(copy), whole) == (new, [])
+    assert copy.bytes_received == len(replaced) + len(difference) + (len(patched) if is_damaged else 0)
+
+
+# Errors of Mooncake
+
+
+@pytest.mark.parametrize("fault", ["initialize", "crash", "wrong", "hang"])
+async def test_after_an_error_the_pieces_come_over_http(
+    pods: list[Pod],
+    tmp_path: Path,
+    data: list[bytes],
+    faults: Path,
+    fault: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(mooncake, "_CALL_SECONDS", 0.5)
+    store, copy = pods[1], open_copy(tmp_path)
+    end = store.hold(SHARDS, data)
+    (faults / fault).touch()
+    with caplog.at_level(logging.WARNING):
+        assert await pull_into(copy, stage_request([store])) == end
+    assert (read_data(copy), store.pieces_given) == (data, PIECES)
+    assert sum("over HTTP and not with Mooncake" in line for line in caplog.messages) == 1
+
+
+async def test_a_machine_without_the_library_uses_http(
+    pods: list[Pod], tmp_path: Path, data: list[bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    if has_library():
+        pytest.skip("Mooncake Transfer Engine is installed")
+    store = pods[1]
+    end = store.hold(SHARDS, data)
+    assert await pull_into(open_copy(tmp_path), stage_request([store])) == end
+    assert store.pieces_given == PIECES
+    assert "No module named 'mooncake'" in caplog.text
+
+
+@pytest.mark.usefixtures("faults")
+async def test_pods_without_a_device_for_rdma_use_http(
+    pods: list[Pod], tmp_path: Path, data: list[bytes], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("MC_FORCE_TCP")
+    monkeypatch.setattr(mooncake, "_DEVICES", tmp_path / "none")
+    store = pods[1]
+    end = store.hold(SHARDS, data)
+    assert await pull_into(open_copy(tmp_path), stage_request([store])) == end
+    assert store.pieces_given == PIECES
+    assert "no device for RDMA" in caplog.text
+
+
+@pytest.mark.usefixtures("faults")
+async def test_a_parent_without_mooncake_sends_over_http(tmp_path: Path, data: list[bytes]) -> None:
+    async with run_pod(tmp_path / "store") as store:
+        end = store.hold(SHARDS, data)
+        assert await pull_into(open_copy(tmp_path), stage_request([store])) == end
+        assert store.pieces_given == PIECES
+
+
+@pytest.mark.usefixtures("faults")
+async def test_a_parent_with_another_transport_sends_over_http(
+    pods: list[Pod], tmp_path: Path, data: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, transports = pods[1], iter(["rdma", "tcp"])
+    end = store.hold(SHARDS, data)
+    monkeypatch.setattr(mooncake, "find_transport", lambda: next(transports))
+    assert await pull_into(open_copy(tmp_path), stage_request([store])) == end
+    assert store.pieces_given == PIECES
+
+
+@pytest.mark.usefixtures("faults")
+async def test_the_sharing_process_may_be_killed(pods: list[Pod], tmp_path: Path, data: list[bytes]) -> None:
+    """The next copy asks for it, so it is started again."""
+    store = pods[1]
+    end = store.hold(SHARDS, data)
+    await pull_into(open_copy(tmp_path), stage_request([store]))
+    assert store.memory is not None
+    child = store.memory._child
+    assert child is not None
+    await child.kill()
+    copy = open_copy(tmp_path / "again")
+    assert await pull_into(copy, stage_request([store])) == end
+    assert (read_data(copy), store.pieces_given) == (data, 0)
+
+
+async def test_a_cancelled_copy_leaves_no_process(pods: list[Pod], tmp_path: Path, data: list[bytes], faults: Path) -> None:
+    """A process that continues would write into a file that another parent fills meanwhile."""
+    store, copy = pods[1], open_copy(tmp_path)
+    end = store.hold(SHARDS, data)
+    (faults / "hang").touch()
+    task = asyncio.create_task(pull_into(copy, stage_request([store])))
+    await until(lambda: mooncake_processes(tmp_path) == 2)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    (faults / "hang").unlink()
+    assert await pull_into(copy, stage_request([store])) == end
+    assert (read_data(copy), store.pieces_given) == (data, 0)
+
+
+async def test_wrong_bytes_of_the_parent_itself_are_refused(pods: list[Pod], tmp_path: Path, faults: Path) -> None:
+    """Mooncake reads them, HTTP reads them again, and then the parent is given up."""
+    del faults
+    peer = pods[0]
+    added = shard(PIECE)
+    fill_shard(peer.copy, added, random_version([added])[0])
+    peer.copy.seal()
+    peer.copy.shard_path(0).write_bytes(bytes(peer.copy.file_sizes[0]))
+    with pytest.raises(StagedError, match="No parent gives the right bytes"):
+        await pull_into(open_copy(tmp_path), stage_request([peer]))
+
+
+# The route
+
+
+@pytest.mark.usefixtures("faults")
+async def test_the_place_of_a_shard_needs_a_ticket(pods: list[Pod], data: list[bytes]) -> None:
+    store = pods[1]
+    store.hold(SHARDS, data)
+    assert (await get(store.url, f"/{update_id()}/memory/0", ticket="wrong"))[0] == 403
+    assert (await get(store.url, f"/{update_id()}/memory/{len(SHARDS)}"))[0] == 404
+    assert (await get(store.url, f"/{update_id(1)}/memory/0"))[0] == 404
+    status, body, _ = await get(store.url, f"/{update_id()}/memory/0")
+    assert (status, b'"segment": "127.0.0.1:' in body) == (200, True)
+
+
+@pytest.mark.usefixtures("faults")
+async def test_a_parent_that_names_a_host_is_not_followed(tmp_path: Path, data: list[bytes]) -> None:
+    async def located(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if "/memory/" not in request.path:
+            return await handler(request)
+        return web.json_response({"segment": "metadata.internal:80", "transport": "tcp", "address": 1})
+
+    async with run_pod(tmp_path / "store", located) as store:
+        end = store.hold(SHARDS, data)
+        assert await pull_into(open_copy(tmp_path), stage_request([store])) == end
+        assert store.pieces_given == PIECES

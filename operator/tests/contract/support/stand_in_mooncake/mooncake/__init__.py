@@ -1,0 +1,1 @@
+"""Stand-in for the library of Mooncake Transfer Engine, for machines without it."""
