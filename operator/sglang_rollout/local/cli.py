@@ -14,31 +14,19 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import click
-from pydantic import ValidationError
 
 from sglang_rollout.api.limits_spec import Limits
-from sglang_rollout.api.weights_spec import (
-    ActivationStrategy,
-    Backend,
-    SnapshotVolume,
-    Staging,
-    Store,
-    StoreSnapshots,
-    Transport,
-    VersionPolicy,
-    Weights,
-)
+from sglang_rollout.api.weights_spec import ActivationStrategy, Backend, Transport, Weights
 from sglang_rollout.credentials import CredentialFile
 from sglang_rollout.local.plan import EngineArg, Folders, Plan, count_ports, parse_engine
 from sglang_rollout.local.sizes import Sizes, SizesError, check_loaders, check_sizes, describe_loader, read_sizes, with_reported_sizes
 from sglang_rollout.local.supervisor import Supervisor
+from sglang_rollout.local.weights import parse_weights
 from sglang_rollout.proxy.address import Address
 from sglang_rollout.proxy.cli import ADDRESS, NO_HAPROXY, find_haproxy, limits_option, processors_option
 from sglang_rollout.proxy.smg import POLICIES
@@ -202,8 +190,8 @@ def command(
     _check_engines(parsed)
     _check_can_listen(listen, "--listen")
     defaults = {"backend": Backend(backend), "pause_mode": PauseMode(pause_mode), "transport": Transport(transport)}
-    weights = _with_snapshots(_parse_weights(weights_json, defaults, staging_size_limit, staging_bandwidth_limit), snapshots)
-    weights = _with_activation(weights, activation)
+    limits_of_staging = {"size_limit": staging_size_limit, "bandwidth_limit": staging_bandwidth_limit}
+    weights = parse_weights(weights_json, defaults, **limits_of_staging, snapshots=snapshots, activation=activation)
     found = asyncio.run(_read_sizes(parsed, weights, _install_loader(state_dir) if weights.is_staged else None))
     taken = {listen.port, *(engine.address.port for engine in parsed)}
     plan = Plan(
@@ -225,101 +213,6 @@ def command(
     finally:
         if not isinstance(sys.exception(), NotReadyError):  # the error's message names logs in this folder
             shutil.rmtree(runtime, ignore_errors=True)
-
-
-def _parse_weights(text: str, defaults: Mapping[str, Any], size_limit: str | None, bandwidth_limit: str | None) -> Weights:
-    """Parse ``--weights``. Further options (``defaults`` and the limits) apply unless the text sets the same field."""
-    try:
-        weights = Weights.model_validate_json(_add_size_limit(text, size_limit))
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise click.BadParameter(f"{where + ': ' if where else ''}{first['msg']}", param_hint="--weights") from None
-    weights = weights.model_copy(update={key: value for key, value in defaults.items() if key not in weights.model_fields_set})
-    return _with_bandwidth(_with_staging(weights, size_limit), bandwidth_limit)
-
-
-def _add_size_limit(text: str, size_limit: str | None) -> str:
-    """Return the text of ``--weights`` with ``staging.sizeLimit``, if it has ``staging`` without the field that the spec demands."""
-    try:
-        values = json.loads(text)
-    except ValueError:
-        return text  # the check of the whole text says where it is wrong
-    staging = values.get("staging") if isinstance(values, dict) else None
-    if size_limit is None or not isinstance(staging, dict):
-        return text
-    return json.dumps({**values, "staging": {"sizeLimit": size_limit, **staging}})
-
-
-def _with_staging(weights: Weights, size_limit: str | None) -> Weights:
-    """Return the settings with ``--staging-size-limit``. The rules are those of the custom resource."""
-    staging = weights.staging
-    if size_limit is not None and staging is None:
-        try:
-            staging = Staging(size_limit=size_limit)
-        except ValidationError as error:
-            raise click.BadParameter(f"{error.errors()[0]['msg']}: write 20Gi or 500M", param_hint="--staging-size-limit") from None
-    if not weights.is_staged and (staging or weights.store):
-        raise click.UsageError("--staging-size-limit and weights.store belong to --transport Staged: set the transport, or leave them out")
-    if weights.is_staged and staging is None:
-        raise click.UsageError("--transport Staged needs --staging-size-limit, the maximum bytes of one version, such as 20Gi")
-    if weights.is_staged and weights.catch_up.disk:
-        raise click.UsageError(
-            "--transport Staged needs no catchUp.disk: an engine that restarts loads a copy of the version. Leave it out"
-        )
-    return weights.model_copy(update={"staging": staging})
-
-
-def _with_bandwidth(weights: Weights, limit: str | None) -> Weights:
-    """Return the settings with ``--staging-bandwidth-limit``. The rules are those of the custom resource."""
-    staging = weights.staging
-    if staging is None:
-        if limit is not None:
-            raise click.UsageError("--staging-bandwidth-limit belongs to --transport Staged: set the transport, or leave it out")
-        return weights
-    if limit is not None and staging.bandwidth_limit is None:
-        try:
-            staging = Staging(**staging.model_dump(exclude={"bandwidth_limit"}), bandwidth_limit=limit)
-        except ValidationError as error:
-            raise click.BadParameter(f"{error.errors()[0]['msg']}: write 500Mi", param_hint="--staging-bandwidth-limit") from None
-    if staging.bandwidth_bytes and staging.size_bytes * staging.fanout > staging.bandwidth_bytes * weights.deadlines.stage_seconds:
-        raise click.UsageError(
-            "--staging-bandwidth-limit is too low: a process must send --staging-size-limit bytes to staging.fanout processes within"
-            " deadlines.stageSeconds (--weights). Raise it"
-        )
-    return weights.model_copy(update={"staging": staging})
-
-
-def _with_snapshots(weights: Weights, folder: Path | None) -> Weights:
-    """Return the settings with ``--snapshots``."""
-    store = weights.store or Store()
-    if folder is not None and not weights.is_staged:
-        raise click.UsageError("--snapshots belongs to --transport Staged: set the transport, or leave it out")
-    if folder is not None:
-        volume = SnapshotVolume(host_path=str(folder.absolute()))
-        known = store.snapshots
-        kept = StoreSnapshots(volume=volume) if known is None else known.model_copy(update={"volume": volume})
-        return weights.model_copy(update={"store": store.model_copy(update={"snapshots": kept})})
-    if store.snapshots is not None and store.snapshots.volume.host_path is None:
-        raise click.UsageError("weights.store.snapshots.volume needs hostPath without Kubernetes, or pass --snapshots DIR")
-    return weights
-
-
-def _with_activation(weights: Weights, strategy: str | None) -> Weights:
-    """Return the settings with ``--activation``, which ``--weights`` overrides. The rules are those of the custom resource."""
-    chosen = weights.activation
-    if strategy is not None and "strategy" not in chosen.model_fields_set:
-        chosen = chosen.model_copy(update={"strategy": ActivationStrategy(strategy)})
-    if chosen.strategy is not ActivationStrategy.ROLLING:
-        return weights
-    if not weights.is_staged:
-        raise click.UsageError("--activation Rolling belongs to --transport Staged: set the transport, or leave it out")
-    policy = {"version_policy": VersionPolicy.MAX_STALENESS, "max_staleness": weights.max_staleness or 1}
-    if weights.version_policy is not VersionPolicy.MAX_STALENESS and "version_policy" in weights.model_fields_set:
-        raise click.UsageError(
-            "--activation Rolling needs versionPolicy MaxStaleness: engines that wait serve the version before. Leave versionPolicy out"
-        )
-    return weights.model_copy(update={"activation": chosen, **policy})
 
 
 def _install_loader(state_dir: Path | None) -> Path:
