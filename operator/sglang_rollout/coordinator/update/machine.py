@@ -69,6 +69,8 @@ COMMIT_WAIT_SECONDS = 25.0
 """Longest wait of a call that commits a version that is staged already. Unmodified trainers do not wait for the engines: a proxy or the
 trainer's own HTTP client would give up."""
 _ENDING_GENERATION = (rq.Pause, rq.ReleaseMemory)
+_BESIDE_WAIT = (rq.WithdrawUpload, rq.Claim)
+"""Calls that do not wait behind a commit that waits for engines: they may end its update."""
 _COMMITTING = (rq.End, rq.Continue, rq.Flush, rq.CloseGroup, rq.CommitUpload)
 
 
@@ -293,11 +295,11 @@ class Machine:
     def _may_take_turn(self, running: _Running) -> bool:
         """Return True if an operation may begin its turn now.
 
-        Requests wait behind an operation that waits for a condition, except the request that withdraws its upload.
+        Requests wait behind an operation that waits for a condition, except those that may end its update.
         """
         if self._turn is not None:
             return self._turn is running
-        return self._waiting is None or running.request is None or isinstance(running.request, rq.WithdrawUpload)
+        return self._waiting is None or running.request is None or isinstance(running.request, _BESIDE_WAIT)
 
     def _take_turn(self, running: _Running) -> Step:
         """Give an operation its turn. Refuse a call if another trainer has taken the fleet while the call waited."""

@@ -227,6 +227,19 @@ def test_while_a_commit_waits_the_spec_changes_and_other_trainers_are_refused() 
     assert serves(world, "1/2")
 
 
+def test_a_trainer_takes_the_fleet_over_while_a_commit_waits() -> None:
+    world = served_world()
+    update = str(world.open_upload("2", caller="ml/Job/a").fleet["update"])
+    world.fill_upload(update)
+    call = world.ask(rq.CommitUpload(update), "ml/Job/a")
+    assert world.do(rq.Claim(), "ml/Job/a").success, "a claim of the holder changes nothing"
+    assert call not in world.answers
+    assert world.do(rq.Claim(take_over=True), "ml/Job/b").fleet["holder"] == "ml/Job/b"
+    assert (world.answers[call].status, last(world).reason) == (409, UpdateReason.TAKEN_OVER)
+    restart(world)
+    assert serves(world, "1/1")
+
+
 def test_a_commit_whose_client_leaves_still_waits() -> None:
     world = served_world()
     call = begin_commit(world)
