@@ -87,6 +87,8 @@ class Agent:
         self._paused_at = time.monotonic()
         self.attempt = ""
         """The running attempt to load a staged version, whose calls are the only ones; empty if there is none."""
+        self.own_load: asyncio.Task[Any] | None = None
+        """The load of the committed version from the pod's own copy, until it has ended. Control calls wait for it."""
         self.own_load_until = 0.0
         """End of the time in which the agent may load a version without a call of the coordinator."""
         self.list_copies: Callable[[], list[StagedCopy]] = list
@@ -227,7 +229,7 @@ class Agent:
     async def control(
         self, call: str, body: dict[str, Any], deadline: float, *, by_spec: bool = False, attempt: str = "", judge: Judge | None = None
     ) -> Reply:
-        """Send a control call to the engine unless a guard refuses it.
+        """Send a control call to the engine unless a guard refuses it. It waits until a load of the agent's own has ended.
 
         Args:
             call: Name of the call.
@@ -237,6 +239,10 @@ class Agent:
             attempt: Attempt to load a staged version that the call belongs to.
             judge: Returns the true answer of a call whose answer from the engine does not say whether it succeeded.
         """
+        if (own_load := self.own_load) is not None and own_load is not asyncio.current_task():
+            began = time.monotonic()
+            await asyncio.wait({own_load}, timeout=deadline)
+            deadline = max(0.0, deadline - (time.monotonic() - began))
         refused = self._refusal(call, body, attempt)
         if refused is None and call == ControlCall.RELEASE_MEMORY:
             refused = await self._release_refusal() or self._refusal(call, body)

@@ -171,10 +171,14 @@ class Activator:
     def _begin(self, request: ActivateRequest, *, is_own: bool) -> _Running:
         task = asyncio.create_task(self._run(request, is_own=is_own), name=f"load of update {request.update}")
         task.add_done_callback(self._note_end)
+        if is_own:
+            self._agent.own_load = task
         self._running = _Running(request.update, is_own, task)
         return self._running
 
     def _note_end(self, task: asyncio.Task[ActivateReply]) -> None:
+        if self._agent.own_load is task:
+            self._agent.own_load = None
         error = None if task.cancelled() else task.exception()
         self.failed_at = time.monotonic() if error is not None else None
         if isinstance(error, ActivationError):

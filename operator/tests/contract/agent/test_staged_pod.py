@@ -218,6 +218,18 @@ async def test_a_restarted_engine_loads_its_own_copy_without_a_coordinator(pod: 
     assert (status.version, status.cohort) == (made.version, ["e0"])
 
 
+async def test_a_pause_waits_until_the_engine_has_loaded_its_own_copy(pod: Pod, source: Source, engine: StandIn) -> None:
+    made = source.make(1)
+    await serve_version(pod, source, made)
+    engine.faults.add("slow", "write", seconds=1)
+    engine.restart()
+    await loading(pod)
+    paused = await pod.control("/pause_generation", {"mode": "retract"})
+    assert paused.status == 200, paused.body
+    status = await pod.status(**made.committed)
+    assert (status.version, status.paused) == (made.version, True)
+
+
 async def test_the_own_copy_outlives_the_agent(pod: Pod, source: Source, engine: StandIn) -> None:
     made = source.make(1)
     await serve_version(pod, source, made)
