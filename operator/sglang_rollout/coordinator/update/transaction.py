@@ -9,10 +9,12 @@ from sglang_rollout.api.weights_spec import TrainerPause
 from sglang_rollout.coordinator.update.commit import commit_open_update
 from sglang_rollout.coordinator.update.events import Result
 from sglang_rollout.coordinator.update.interruption import Cause, Interruption
+from sglang_rollout.coordinator.update.lease import is_holder
 from sglang_rollout.coordinator.update.membership import refuse_asleep
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.outcome import (
     FENCED,
+    abandon,
     fail_update,
     last_reason,
     partial_message,
@@ -308,7 +310,9 @@ async def new_run(fleet: Fleet, _ask: NewRun) -> Answer:
 
 
 async def claim(fleet: Fleet, _ask: Claim) -> Answer:
-    """Let the caller hold the fleet, and own the process groups that are open."""
+    """Let the caller hold the fleet, and own the process groups that are open. A pause of another trainer ends."""
+    if fleet.requested_pause is not None and fleet.requested_pause.cause is Cause.TRAINER and not is_holder(fleet, fleet.caller):
+        await abandon(fleet, UpdateReason.TAKEN_OVER, "another trainer took the fleet over")
     fleet.hold()
     fleet.membership.groups = {name: replace(group, author=fleet.holder) for name, group in fleet.groups.items()}
     return Answer(200, f"The fleet is held by {fleet.holder or 'this caller'}.", {"holder": fleet.holder, **fleet.advice()})

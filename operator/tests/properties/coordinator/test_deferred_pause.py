@@ -107,6 +107,16 @@ def test_another_trainer_is_refused_while_the_pause_of_the_first_is_deferred(wor
     assert world.do(RETRACT, "second").success
 
 
+def test_a_trainer_that_takes_over_commits_by_its_flush(world: StagedWorld) -> None:
+    assert world.do(RETRACT, "first").success
+    assert world.do(rq.Claim(take_over=True), "second").success
+    fleet = world.machine.fleet
+    assert (fleet.defers_pause, fleet.last_update and fleet.last_update.reason) == (False, UpdateReason.TAKEN_OVER)
+    assert world.do(rq.Update("g", "2", TENSORS), "second").success
+    assert world.do(rq.Flush(), "second").success
+    assert generates(world, "1/2")
+
+
 def test_a_paused_fleet_stays_paused(world: StagedWorld) -> None:
     world.state = FleetState.PAUSED
     world.send_intent()
