@@ -6,7 +6,9 @@ import struct
 import tracemalloc
 import zlib
 from contextlib import suppress
+from random import Random
 from typing import Any
+from unittest import mock
 
 import pytest
 from e2e.pages import read_blocks
@@ -14,8 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_rollout.staging import differences
-from sglang_rollout.staging.differences import BLOCK_BYTES, apply, decode, encode, most_bytes
+from sglang_rollout.staging.differences import BLOCK_BYTES, decode, encode, most_bytes
 from sglang_rollout.staging.index import StagedError, StagedFault
+from tests.support.differences import apply
 
 BASE = bytes(range(256)) * 3000
 """More than two blocks; the last one is shorter."""
@@ -41,6 +44,16 @@ def test_a_base_becomes_exactly_the_new_bytes(start: bytes, repeats: int, places
     assert len(difference) <= most_bytes(len(new))
     assert (difference == b"") == (base == new)
     assert apply(base, difference) == apply(memoryview(base), memoryview(difference)) == new
+
+
+@given(st.binary(max_size=3000), st.randoms(use_true_random=False))
+def test_the_exclusive_or_is_the_same_without_numpy(first: bytes, random: Random) -> None:
+    second = random.randbytes(len(first))
+    fast = differences.exclusive_or(memoryview(first), memoryview(second))
+    with mock.patch.object(differences, "_import_numpy", return_value=None):
+        slow = differences.exclusive_or(memoryview(first), memoryview(second))
+    assert fast == slow
+    assert differences.exclusive_or(first, fast) == second
 
 
 @pytest.mark.parametrize("code", ["e", "f", "d"])

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from sglang_rollout.staging.differences import apply
 from sglang_rollout.trainer import PushFailed, upload
 from sglang_rollout.trainer.calls import Http
 from sglang_rollout.trainer.deltas import LastUpload
@@ -17,6 +16,7 @@ from sglang_rollout.trainer.push import PushOptions
 from sglang_rollout.trainer.tensors import Source
 from sglang_rollout.trainer.upload import Upload
 from sglang_rollout.wire.ports import FLEET_UPDATES
+from tests.support.differences import apply
 from tests.unit.trainer.support.scripted_fleet import FakeFleet, Reply
 from tests.unit.trainer.test_upload import BEGUN, COMMIT, GOOD, PATH, Tensor, pieces
 
