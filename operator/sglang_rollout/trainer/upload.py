@@ -56,6 +56,8 @@ FIRST_PAUSE_SECONDS = 0.2
 LONGEST_PAUSE_SECONDS = 5.0
 COMMIT_STEPS = 3
 """A commit may take this many times the timeout of a push: the engine pods copy the version, one engine tries it, all engines load it."""
+ENDING_SECONDS = 5.0
+"""Longest wait for threads whose calls were cancelled. They end within milliseconds, except while they look up a name or connect."""
 ABORT_SECONDS = 10.0
 """Timeout of deleting an upload that has failed."""
 UNCHANGED = "Push again. The engines serve the previous version."
@@ -151,8 +153,12 @@ class Senders:
             self._check()
         self._raise_failure()
 
-    def cancel(self) -> None:
-        """End all threads and their calls."""
+    def stop(self) -> None:
+        """End all threads and their calls, and wait for them, because they read the caller's tensors."""
+        self._cancel()
+        wait_for(self._threads, timeout=ENDING_SECONDS)
+
+    def _cancel(self) -> None:
         self._cancellation.cancel()
         for _ in self._threads:
             try:
@@ -166,7 +172,7 @@ class Senders:
                 self._send(piece)
             except Exception as error:  # noqa: BLE001 - the main thread raises it
                 self._failure = self._failure or error
-                self.cancel()
+                self._cancel()
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
@@ -323,7 +329,7 @@ class Upload:
                     senders.put(piece)
             senders.finish()
         except BaseException:
-            senders.cancel()
+            senders.stop()
             raise
         finally:
             questions.close()

@@ -13,10 +13,10 @@ import pytest
 
 from sglang_rollout.staging import index
 from sglang_rollout.trainer import PushFailed, store_watch, upload
-from sglang_rollout.trainer.calls import Http
+from sglang_rollout.trainer.calls import Cancellation, Http
 from sglang_rollout.trainer.push import ALREADY_COMMITTED, PushOptions
 from sglang_rollout.trainer.tensors import Source
-from sglang_rollout.trainer.upload import SENDING_THREADS, PieceCutter, PieceData, Upload, Wait, plan_shards
+from sglang_rollout.trainer.upload import SENDING_THREADS, PieceCutter, PieceData, Senders, Upload, Wait, plan_shards
 from sglang_rollout.wire.ports import FLEET_UPDATES
 from sglang_rollout.wire.signed import SIGNS_FIELD, SignedVersion
 from sglang_rollout.wire.staged import Shard
@@ -210,6 +210,21 @@ def test_an_upload_that_the_store_has_lost_ends_while_its_pieces_hang(willing: F
     with pytest.raises(PushFailed, match=r"phase 'transfer': the weight store has no such update\."):
         run(willing, timeout=600)
     release.set()
+
+
+def test_threads_of_a_failed_upload_end_before_it_returns() -> None:
+    begun, ended = threading.Event(), []
+
+    def send(_: PieceData) -> None:
+        begun.set()
+        time.sleep(0.2)
+        ended.append(True)
+
+    senders = Senders(send, Cancellation(), lambda: None)
+    senders.put(PieceData(0, 0, ()))
+    assert begun.wait(10)
+    senders.stop()
+    assert ended, "it still read tensors of the caller"
 
 
 def test_a_slow_connection_may_take_longer_than_the_timeout_of_a_part(willing: FakeFleet, monkeypatch: pytest.MonkeyPatch) -> None:
