@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 
 from sglang_rollout.coordinator.update.events import Result
 from sglang_rollout.coordinator.update.machine import Machine
+from sglang_rollout.coordinator.update.staging import count_copies
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire import ports
 from sglang_rollout.wire.record import UpdateOutcome
@@ -98,3 +99,8 @@ class _FleetCollector(Collector):
             ("paused", "1 while the fleet is paused", bool(fleet and (fleet.pause or fleet.applied_state is FleetState.PAUSED))),
         ):
             yield GaugeMetricFamily(f"{PREFIX}_{name}", help_text, value=float(value))
+        copies = GaugeMetricFamily(f"{PREFIX}_copies", "Pods, also of the weight store, with a complete copy of the committed version")
+        held = count_copies(fleet) if fleet is not None else None
+        if held is not None:  # without a weight store the metric has no value
+            copies.add_metric([], held)
+        yield copies

@@ -65,6 +65,7 @@ def find_events(old: Status | None, new: Status) -> list[EventToPost]:
         *_rolling_update_events(old, new),
         *_node_events(old, new),
         *_network_events(old, new),
+        *_snapshot_events(old, new),
         *_ready_events(old, new),
     ]
 
@@ -209,6 +210,12 @@ def _network_events(old: Status, new: Status) -> Iterator[EventToPost]:
     before, after = find(old, ConditionType.NETWORK_ISOLATED), find(new, ConditionType.NETWORK_ISOLATED)
     if after.get("reason") == Reason.NOT_ENFORCED and before.get("reason") != Reason.NOT_ENFORCED:
         yield EventToPost("Warning", "NotEnforced", str(after.get("message")), "NotEnforced")
+
+
+def _snapshot_events(old: Status, new: Status) -> Iterator[EventToPost]:
+    before, after = find(old, ConditionType.DEGRADED), find(new, ConditionType.DEGRADED)
+    if after.get("reason") == Reason.SNAPSHOT_FAILED and before.get("reason") != Reason.SNAPSHOT_FAILED:
+        yield EventToPost("Warning", "SnapshotFailed", str(after.get("message")), "SnapshotFailed")
 
 
 def _ready_events(old: Status, new: Status) -> Iterator[EventToPost]:

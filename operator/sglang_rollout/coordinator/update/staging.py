@@ -90,6 +90,14 @@ def holders(fleet: Fleet, version: StagedVersion, *, besides: str = "") -> list[
     ]
 
 
+def count_copies(fleet: Fleet) -> int | None:
+    """Return how many pods, also that of the weight store, have a copy of the committed version; None if none should have one."""
+    store, version = fleet.store, fleet.weights.staged
+    if not fleet.is_staged or version is None or store is None or version.update not in kept_updates(fleet):
+        return None
+    return len(holders(fleet, version)) + store.holds(version)
+
+
 def parents_of_one(fleet: Fleet, version: StagedVersion, name: str) -> list[str]:
     """Return the peers from which one engine copies the committed version: a few that hold it, and last the store.
 

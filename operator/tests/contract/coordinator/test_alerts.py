@@ -23,9 +23,11 @@ from tests.contract.support.coordinator_process import Lab, fleet_lab
 RULES = yaml.safe_load((REPOSITORY / "examples/monitoring/alerts.yaml").read_text())["spec"]
 ALERTS = [rule for group in RULES["groups"] for rule in group["rules"]]
 NAMES = {rule["alert"] for rule in ALERTS}
-UPDATE_FAILED, NO_ENGINE, NOT_READY, STALLED = (
-    f"SGLangRollout{name}" for name in ("UpdateFailed", "NoEngineServes", "NotReady", "OperatorStalled")
+UPDATE_FAILED, NO_ENGINE, NOT_READY, VERSION_LOST, SNAPSHOT_FAILED, STALLED = (
+    f"SGLangRollout{name}" for name in ("UpdateFailed", "NoEngineServes", "NotReady", "VersionLost", "SnapshotFailed", "OperatorStalled")
 )
+COPIES, FAILED_SNAPSHOTS = "sglang_rollout_coordinator_copies{}", "sglang_rollout_store_snapshot_failures_total{}"
+"""Series that only a fleet with a weight store has."""
 FAILED_UPDATES = 'sglang_rollout_coordinator_updates_total{outcome="Failed"}'
 TRANSFER = "/update_weights_from_distributed"
 UPDATE: dict[str, Any] = {"names": ["w"], "dtypes": ["torch.float32"], "shapes": [[2]], "group_name": "g", "weight_version": 1}
@@ -96,7 +98,7 @@ def _labels(alert: str) -> str:
 
 def _as_scraped(series: str) -> str:
     name, _, labels = series.partition("{")
-    return f"{name}{{{TARGET},{labels}" if name.startswith("sglang_rollout_coordinator_") else series
+    return f"{name}{{{TARGET},{labels}" if name.startswith(("sglang_rollout_coordinator_", "sglang_rollout_store_")) else series
 
 
 def _steady(value: float | None) -> str:
@@ -153,7 +155,7 @@ async def test_each_failed_update_alerts_once(program: Path, tmp_path: Path) -> 
     timeline = Timeline()
     async with fleet_lab(tmp_path) as lab:
         timeline.add(first := await scraped(lab))
-        assert used_by_alerts("sglang_rollout_coordinator_") - first.keys() == set()
+        assert used_by_alerts("sglang_rollout_coordinator_") - first.keys() == {COPIES}
         await push(lab, fails=True)
         timeline.add(await scraped(lab), soon={UPDATE_FAILED}, late={NO_ENGINE})
         await push(lab, fails=True)  # again the same version
@@ -169,6 +171,16 @@ async def test_each_failed_update_alerts_once(program: Path, tmp_path: Path) -> 
     timeline.check(program, tmp_path)
     assert [scrape[FAILED_UPDATES] for scrape in timeline.scrapes] == [0, 1, 2, 0, 0, 1]
     assert restarted.keys() == last.keys() == first.keys(), "every series exists before its first event"
+
+
+def test_the_alerts_of_a_fleet_with_a_weight_store(program: Path, tmp_path: Path) -> None:
+    timeline = Timeline()
+    timeline.add(LISTED | {COPIES: 3, FAILED_SNAPSHOTS: 0})
+    timeline.add(LISTED | {COPIES: 1, FAILED_SNAPSHOTS: 1}, soon={SNAPSHOT_FAILED})
+    timeline.add(LISTED | {COPIES: 0, FAILED_SNAPSHOTS: 1}, late={VERSION_LOST})
+    timeline.add(LISTED)  # another transport
+    timeline.check(program, tmp_path)
+    assert used_by_alerts("sglang_rollout_store_") == {FAILED_SNAPSHOTS}
 
 
 def test_the_alerts_of_the_operator(program: Path, tmp_path: Path) -> None:

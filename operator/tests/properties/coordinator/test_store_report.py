@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from sglang_rollout.coordinator.update.staging import count_copies
 from sglang_rollout.coordinator.update.store import MAX_MISSES
 from sglang_rollout.wire.record import Record, StoreState
 from tests.properties.coordinator.test_staged_updates import serves
@@ -36,9 +37,11 @@ class WatchedWorld(StagedWorld):
 def test_no_push_and_no_restart_of_the_coordinator_changes_the_state(copies: int) -> None:
     """With one copy the store deletes the committed version when an update begins."""
     world = WatchedWorld(copies=copies)
+    assert count_copies(world.machine.fleet) is None, "no version was pushed"
     for label in ("1", "2", "3"):
         world.push(label)
         world.settle()
+        assert count_copies(world.machine.fleet) == len(world.agents) + 1
     world.start()
     world.settle()
     assert serves(world, "1/3")
@@ -64,7 +67,7 @@ def test_a_version_that_no_pod_has_is_lacking_until_the_next_push() -> None:
         world.add_agent(name)
     world.tick(5)
     world.settle()
-    assert world.states[-1:] == [StoreState.LACKING]
+    assert (world.states[-1:], count_copies(world.machine.fleet)) == ([StoreState.LACKING], 0)
     assert "No pod and no usable snapshot has the committed version 1/1: push again" in world.message()
     world.push("2")
     world.settle()

@@ -268,6 +268,14 @@ def test_aborted_pause_has_a_warning_and_does_not_degrade() -> None:
     assert degraded["status"] == "False"
 
 
+def test_a_snapshot_that_fails_has_one_warning() -> None:
+    problem = "The snapshot of version 1/3 could not be written: the volume is full."
+    failed = world([pod(0), pod(1)], written=record(row(0), row(1)).model_copy(update={"snapshot_problem": problem}))
+    (event,) = find_events(build_status(HEALTHY, NOW), build_status(failed, NOW))
+    assert (event.type, event.reason, event.message) == ("Warning", "SnapshotFailed", problem)
+    assert reasons(failed, failed) == []
+
+
 def test_rolling_update_has_events_for_start_and_end() -> None:
     rolling = world([pod(0, current="older"), pod(1)], written=record(row(0), row(1)))
     assert ("Normal", "RollingUpdateStarted") in reasons(HEALTHY, rolling)
