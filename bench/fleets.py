@@ -97,7 +97,12 @@ def stand_ins(number: int, *, model: Path | None = None, token_ms: float = 0.0, 
 
 @contextmanager
 def local_fleet(
-    urls: list[str], *, weights: Mapping[str, Any] | None = None, fresh: bool = True, size_limit: str | None = None
+    urls: list[str],
+    *,
+    weights: Mapping[str, Any] | None = None,
+    fresh: bool = True,
+    size_limit: str | None = None,
+    snapshots: Path | None = None,
 ) -> Iterator[LocalFleet]:
     """Run ``sglang-rollout local`` over running engines. All engines serve when the block begins.
 
@@ -106,6 +111,7 @@ def local_fleet(
         weights: ``spec.weights``.
         fresh: False: the engines hold weights of another fleet. They then take a push when the block begins, and serve after it.
         size_limit: ``weights.staging.sizeLimit``, for a fleet with transport Staged, whose engines were started with ``LOADER_ARGS``.
+        snapshots: With ``size_limit``: folder for snapshots of the weight store.
     """
     with TemporaryDirectory(prefix="rollout-bench-", dir=MEMORY) as name:
         folder, address = Path(name), f"127.0.0.1:{free_port()}"
@@ -115,6 +121,7 @@ def local_fleet(
         if size_limit is not None:
             python = str(environment.python(make=False))
             command += ["--transport", "Staged", "--staging-size-limit", size_limit, "--store-python", python]
+            command += ["--snapshots", str(snapshots)] if snapshots is not None else []
         with (folder / "local.log").open("wb") as log:
             process = start_child(command, stdout=log, stderr=log)
         with ended(process):

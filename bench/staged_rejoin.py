@@ -1,4 +1,8 @@
-"""The row *rejoin* of bench.staged: engines restart and load the committed version from a copy."""
+"""The row *rejoin* of bench.staged: engines restart and load the committed version from a copy.
+
+With the source *own*, only the engines restart. With the others, their agents restart with them and have no copies, as new pods: they
+copy the version from the pod of another engine, from the weight store, or from a weight store that has itself restarted with a snapshot.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from bench.catchup import SETTLE_SECONDS, bare_load, restart
@@ -18,31 +23,38 @@ from bench.common import get
 from bench.fleets import LOADER_ARGS, LocalFleet, below, engine_python, local_fleet, stand_ins, until, until_serving
 from bench.push import quartiles
 
+from sglang_rollout.local.plan import STORE
+
 MODEL = ("--dtype", "bfloat16", "--hidden", "512", "--layers", "10", "--seed", "1")
 """Options of a model of 51 MB."""
 SIZE_LIMIT = "256Mi"
-SOURCES = ("own", "peer", "store")
-_AGENT = "sglang_rollout.cli agent --name "
+SOURCES = ("own", "peer", "store", "snapshot")
+_AGENT, _STORE = "sglang_rollout.cli agent --name ", "sglang_rollout.cli store "
 
 
 def measure(*, joiners: Sequence[int], model: Path, rounds: int) -> dict[str, Any]:
     """Measure each number of joiners with each source. Every fleet has one engine more than restart."""
-    rows: list[dict[str, Any]] = []
     load = os.getloadavg()[0]
-    for number in joiners:
-        with ExitStack() as stack:
-            engines = stack.enter_context(stand_ins(number + 2, model=model, args=LOADER_ARGS))
-            alone, engines = engines[0], engines[1:]
-            fleet = stack.enter_context(local_fleet(engines, size_limit=SIZE_LIMIT))
-            push_once(fleet, number + 1, model)
-            found: dict[str, list[list[float]]] = {source: [] for source in SOURCES}
-            bare: list[float] = []
-            for turn in range(rounds):
-                for source in SOURCES if turn % 2 else reversed(SOURCES):
-                    bare.append(bare_load(alone, str(model), 1) / 1000)
-                    found[source].append(rejoin(fleet, number, source))
-        rows += [summarize(number, source, each, bare) for source, each in found.items()]
+    rows = [row for number in joiners for row in measure_number(number, model, rounds)]
     return {"load": round(load, 2), "model_bytes": (model / "model.safetensors").stat().st_size, "rows": rows}
+
+
+def measure_number(number: int, model: Path, rounds: int) -> list[dict[str, Any]]:
+    """Return one row for each source."""
+    with ExitStack() as stack:
+        engines = stack.enter_context(stand_ins(number + 2, model=model, args=LOADER_ARGS))
+        alone, engines = engines[0], engines[1:]
+        snapshots = Path(stack.enter_context(TemporaryDirectory(prefix="rollout-snapshots-", dir="/var/tmp")))
+        fleet = stack.enter_context(local_fleet(engines, size_limit=SIZE_LIMIT, snapshots=snapshots))
+        push_once(fleet, number + 1, model)
+        until("the snapshot is written", lambda: any(snapshots.rglob("*.safetensors")), every=0.5)
+        found: dict[str, list[list[float]]] = {source: [] for source in SOURCES}
+        bare: list[float] = []
+        for turn in range(rounds):
+            for source in SOURCES if turn % 2 else reversed(SOURCES):
+                bare.append(bare_load(alone, str(model), 1) / 1000)
+                found[source].append(rejoin(fleet, number, source))
+    return [summarize(number, source, each, bare) for source, each in found.items()]
 
 
 def push_once(fleet: LocalFleet, engines: int, model: Path) -> None:
@@ -56,30 +68,22 @@ def push_once(fleet: LocalFleet, engines: int, model: Path) -> None:
 def rejoin(fleet: LocalFleet, number: int, source: str) -> list[float]:
     """Restart the first engines at the same time, and return each one's seconds from its first answer to its open gate."""
     until_serving(fleet)
-    names = [row["name"] for row in get(f"{fleet.url}/fleet")["members"]]
-    lose_copies(fleet, {"own": [], "peer": names[:number], "store": names}[source])
     time.sleep(SETTLE_SECONDS)
+    names = [row["name"] for row in get(f"{fleet.url}/fleet")["members"]]
+    lose_copies(fleet, {"own": [], "peer": names[:number]}.get(source, names), store=source == "snapshot")
     return restart(fleet, number)
 
 
-def lose_copies(fleet: LocalFleet, names: Sequence[str]) -> None:
-    """Delete the copies of these agents, as with a new pod, and wait until their agents are back and all engines serve."""
-    if not names:
-        return
-    for name in names:
+def lose_copies(fleet: LocalFleet, names: Sequence[str], *, store: bool) -> None:
+    """End these agents, and with ``store`` the weight store, and delete their copies. The fleet starts the processes again."""
+    ends = [f"{_AGENT}{name} " for name in names] + ([_STORE] if store else [])
+    for pid, words in below(fleet.roots).items():
+        if any(end in words for end in ends):
+            os.kill(pid, signal.SIGKILL)
+    for name in [*names, *([STORE] if store else [])]:
         for folder in (fleet.state / "staged" / name).iterdir():
             if folder.name != "loader":
                 shutil.rmtree(folder)
-    for pid, words in below(fleet.roots).items():
-        if any(f"{_AGENT}{name} " in words for name in names):
-            os.kill(pid, signal.SIGKILL)
-
-    def are_back() -> bool:
-        rows = get(f"{fleet.url}/fleet")["members"]
-        return all(row["gate_open"] and not row["staged"] for row in rows if row["name"] in names)
-
-    until("the agents are back without copies", are_back, every=0.2)
-    until_serving(fleet)
 
 
 def summarize(joiners: int, source: str, found: list[list[float]], bare: list[float]) -> dict[str, Any]:
@@ -104,7 +108,7 @@ def show(row: dict[str, Any]) -> None:
         low, middle, high = found["seconds"]
         last = found["last_s"]
         print(
-            f"  {found['joiners']} from {found['source']:<6} {middle:.2f} ({low:.2f} to {high:.2f}), the last {last[1]:.2f}"
+            f"  {found['joiners']} from {found['source']:<8} {middle:.2f} ({low:.2f} to {high:.2f}), the last {last[1]:.2f}"
             f" ({last[0]:.2f} to {last[2]:.2f}), bare load {found['bare_load_s']} s, ratio {found['over_bare_load']}",
             flush=True,
         )
