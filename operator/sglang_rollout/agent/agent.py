@@ -91,6 +91,8 @@ class Agent:
         """The load of the committed version from the pod's own copy, until it has ended. Control calls wait for it."""
         self.own_load_until = 0.0
         """End of the time in which the agent may load a version without a call of the coordinator."""
+        self.takes_copies = False
+        """True in a pod for transport Staged."""
         self.list_copies: Callable[[], list[StagedCopy]] = list
         """Return the versions in the memory of the pod."""
         self.explain_down: Callable[[], Refusal | None] = lambda: None
@@ -137,7 +139,7 @@ class Agent:
         """Return the status message of this moment."""
         gate_open = self.gate.view is not None and self.gate.view.up
         status = s.status(self.state, name=self.name, gate_open=gate_open, signed_only=self.signatures is not None)
-        status = status.model_copy(update={"staged": self.list_copies()})
+        status = status.model_copy(update={"takes_copies": self.takes_copies, "staged": self.list_copies()})
         if self.release_failure is not None:
             status = status.model_copy(update={"reason": self.release_failure.code, "message": self.release_failure.message})
         if self.giving_up_since is None:

@@ -59,6 +59,8 @@ class AgentStatus(Message):
     """The pod's gate listens on the port of probes. Agents of earlier releases do not say so, and their gates do not."""
     signed_only: bool = False
     """The agent verifies signatures, and acknowledges only signed versions."""
+    takes_copies: bool = False
+    """The pod was made for transport Staged, and can hold copies of versions."""
     staged: list[StagedCopy] = Field(default_factory=list)
     """Versions in the memory of the pod (transport Staged), oldest first; without ``digest`` while they arrive."""
     nccl: Nccl | None = None

@@ -137,6 +137,7 @@ async def run_staged_service(
     install_loader(volume)
     copies, saved = Copies(volume, state / "staged"), SavedVersions(state / "staged" / "versions")
     members = None if head_pod is None or data_address is None else MemberPods(head_pod, copies, data_address)
+    agent.takes_copies = True
     agent.list_copies = copies.status if members is None else members.list_copies
     async with open_session() as session, share_memory(copies, wanted=mooncake) as memory:
         folder = VerdictFolder(verdicts)

@@ -84,6 +84,8 @@ def _needs_catch_up(fleet: Fleet, name: str) -> bool:
     engine = fleet.engines[name]
     if not engine.member or engine.status is None or engine.released or fleet.now < engine.retry_at:
         return False
+    if not fleet.can_take_updates(engine):
+        return False
     if engine.foreign is not None and engine.foreign == engine.boot:
         return False
     # A staged copy may be loaded by the agent itself at this time; the coordinator's call then waits for it.
@@ -197,6 +199,8 @@ def find_without_copy(fleet: Fleet) -> str | None:
 
 def _may_copy(fleet: Fleet, engine: Engine) -> bool:
     if engine.status is None or not engine.reachable or engine.status.draining or fleet.now < engine.retry_at:
+        return False
+    if not engine.takes_copies:
         return False
     if engine.signed_only and fleet.weights.signed is None:
         return False

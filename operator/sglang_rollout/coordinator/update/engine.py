@@ -96,6 +96,11 @@ class Engine:
         return self.up and self.status is not None and not (self.status.draining or self.status.giving_up or self.is_catching_up)
 
     @property
+    def takes_copies(self) -> bool:
+        """True if its pod can hold copies of versions (transport Staged)."""
+        return self.status is not None and self.status.takes_copies
+
+    @property
     def released(self) -> list[str]:
         """Its memory tags that are released."""
         return self.status.released if self.status is not None else []
@@ -196,7 +201,9 @@ class Engine:
         if self.status is not None and self.status.giving_up:
             since = f"{self.status.giving_up:.0f} s ago"
             return f"it has not left an update that was given up {since}; if it is stuck, it will be restarted"
-        return "it is being drained"
+        if self.status is not None and self.status.draining:
+            return "it is being drained"
+        return "its pod was made for another transport, and takes staged versions after its restart"
 
     def row(self, room: int | None = None) -> EngineRow:
         """Return its row in the record and in the discovery document.

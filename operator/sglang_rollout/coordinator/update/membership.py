@@ -111,7 +111,8 @@ def why_incomplete(fleet: Fleet) -> str:
 
 def absent_sentence(fleet: Fleet, limit: int = 4) -> str:
     """Return which wanted engines are no members, and why; empty if all are."""
-    away = {name: engine.why_absent() for name, engine in fleet.engines.items() if not engine.member}
+    members = fleet.members()
+    away = {name: engine.why_absent() for name, engine in fleet.engines.items() if name not in members}
     if not away:
         return ""
     shown = "; ".join(f"{name}: {why}" for name, why in list(away.items())[:limit])

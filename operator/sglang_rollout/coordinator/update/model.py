@@ -218,8 +218,12 @@ class Fleet:
         return self.engines[name].status_seq > self.rested_seq
 
     def members(self) -> dict[str, Engine]:
-        """Return the engines that take part in a process group opened now, in rank order."""
-        return {name: engine for name, engine in self.engines.items() if engine.member}
+        """Return the engines that take part in an update that begins now, in rank order."""
+        return {name: engine for name, engine in self.engines.items() if engine.member and self.can_take_updates(engine)}
+
+    def can_take_updates(self, engine: Engine) -> bool:
+        """Return False for an engine whose pod was made before the transport became Staged."""
+        return engine.takes_copies or not self.is_staged
 
     def up(self) -> list[str]:
         """Return the engines that can be called now."""

@@ -6,8 +6,9 @@ import pytest
 
 from sglang_rollout.coordinator.update import events as ev
 from sglang_rollout.coordinator.update import requests as rq
+from sglang_rollout.coordinator.update.membership import absent_sentence
 from sglang_rollout.coordinator.update.store import STORE
-from sglang_rollout.wire.ports import AGENT_STAGE
+from sglang_rollout.wire.ports import AGENT_ACTIVATE, AGENT_STAGE
 from tests.properties.coordinator.test_staged_updates import serves
 from tests.properties.support.simulated_agent import SimulatedAgent
 from tests.properties.support.staged_world import StagedWorld
@@ -153,3 +154,44 @@ def test_engines_without_the_version_copy_it_in_a_paused_fleet_unless_they_leave
     world.agents["e2"].draining = draining
     world.settle()
     assert ("e2" in holding(world)) is not draining
+
+
+def test_engines_whose_pods_were_made_for_another_transport_do_not_fail_a_push() -> None:
+    world = StagedWorld(3)
+    assert world.push("1").success
+    old = [world.agents["e0"], world.agents["e1"]]
+    for agent in old:
+        agent.takes_copies = False
+        agent.copies.clear()
+    world.agents["e2"].copies.clear()  # its pod is the first one that was made again, and has loaded nothing yet
+    world.agents["e2"].restart()
+    world.store.restart()
+    world.settle()
+    sent = len(world.sent)
+    answer = world.push("2")
+    assert answer.success, answer.message
+    assert not {name for send in world.sent[sent:] if send.path in (AGENT_STAGE, AGENT_ACTIVATE) for name in send.bodies} & {"e0", "e1"}
+    assert [agent.gate_open for agent in world.agents.values()] == [False, False, True]
+    assert "made for another transport" in absent_sentence(world.machine.fleet)
+    for agent in old:
+        agent.takes_copies = True
+        agent.restart()
+    world.settle()
+    assert serves(world, "1/2")
+
+
+def test_a_push_waits_while_no_pod_was_made_for_transport_staged() -> None:
+    world = StagedWorld(2)
+    assert world.push("1").success
+    for agent in world.agents.values():
+        agent.takes_copies = False
+    world.settle()
+    update = str(world.open_upload("2").fleet["update"])
+    world.fill_upload(update)
+    call = world.ask(rq.CommitUpload(update))
+    world.drain()
+    assert call not in world.answers
+    world.agents["e1"].takes_copies = True
+    world.agents["e1"].restart()
+    world.settle()
+    assert world.answers[call].success

@@ -123,6 +123,8 @@ class SimulatedAgent:
     core: s.State = field(default_factory=s.State)
     signatures: Signatures | None = None
     """None: it accepts unsigned versions."""
+    takes_copies: bool = True
+    """False: a pod that was made for another transport."""
     copies: dict[str, Copy] = field(default_factory=dict)
     """Staged versions in the memory of its pod, by update. They survive a restart of the engine."""
     begun: set[str] = field(default_factory=set)
@@ -269,7 +271,7 @@ class SimulatedAgent:
     def status(self) -> AgentStatus:
         found = s.status(self.core, name=self.name, gate_open=self.gate_open, signed_only=self.signatures is not None)
         staged = [StagedCopy(update=update, version=copy.version, bytes=8, digest=copy.digest) for update, copy in self.copies.items()]
-        return found.model_copy(update={"staged": staged})
+        return found.model_copy(update={"takes_copies": self.takes_copies, "staged": staged})
 
     @property
     def serves_copies(self) -> bool:
@@ -295,6 +297,8 @@ class SimulatedAgent:
             return self._give_up(token)
         if path == AGENT_ACK:
             return self._acknowledge(AckRequest.model_validate(body), token, works)
+        if path == AGENT_STAGE and not self.takes_copies:
+            return Result(ok=False, status=404, message="An engine's agent offers no /agent/stage.")
         if path == AGENT_STAGE:
             return self._stage(body, works)
         if path == AGENT_DROP:
