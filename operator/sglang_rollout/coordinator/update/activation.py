@@ -67,7 +67,8 @@ MARGIN_SECONDS = 5.0
 UPLOAD_WAIT_SECONDS = 25.0
 """How long the commit of an upload waits for engines. The client repeats the call, which no unmodified trainer makes."""
 COPY_PATIENCE_SECONDS = 30.0
-"""How much later than half of the pods another one may have the complete version, at least."""
+"""How much later than half of the pods another one may have the complete version, at least. It may also take as long as the update has
+lasted: a pod whose agent was restarted copies the version once more from its beginning."""
 RESUME_SECONDS = 3.0
 """Time for the first engine to generate again, before the others load: their gates are closed already."""
 MAX_FAILED_CANARIES = 2
@@ -241,7 +242,8 @@ async def _copy(fleet: Fleet, update: Update, staged: StagedUpdate) -> Answer | 
     tree = parents_in_tree(list(update.boots), require_staging(fleet).fanout)
     bodies = {name: stage_body(fleet, staged.id, parents, digest=staged.digest) for name, parents in tree.items()}
     limit = fleet.policy.deadlines.stage_seconds + MARGIN_SECONDS
-    results = await send(AGENT_STAGE, bodies, limit, patience=COPY_PATIENCE_SECONDS, idempotent=True)
+    patience = max(COPY_PATIENCE_SECONDS, fleet.now - update.started)
+    results = await send(AGENT_STAGE, bodies, limit, patience=patience, idempotent=True)
     await drop_failed(fleet, update, staged, results, "did not copy the version")
     return await _fail_unless_enough(fleet, update, staged, results)
 

@@ -27,6 +27,8 @@ from sglang_rollout.wire.agent import AckRequest, CheckpointRequest
 from sglang_rollout.wire.ports import AGENT_ACK, AGENT_CHECKPOINT, AGENT_RUN, AGENT_STAGE, STORE_FETCH
 from sglang_rollout.wire.states import EngineState, FleetState, StagedVersion, Version
 
+SNAPSHOT_SECONDS = 3600.0
+"""Time for the weight store to load a snapshot. A load that is late starts again from its beginning, so a slow volume needs enough time."""
 VERSION_PLACEHOLDER = "{version}"
 """In ``weights.catchUp.disk``: stands for the version's label."""
 
@@ -247,12 +249,13 @@ async def fill_store(fleet: Fleet, version: StagedVersion) -> Answer:
     Agents come first, because they hold it in memory. Every second attempt uses the snapshot, if there is one, and follows at once: the
     pods of engines and store may end together, and an agent that ends still reports its copy.
     """
-    store, deadline = fleet.store, fleet.policy.deadlines.stage_seconds
+    store = fleet.store
     if store is None:
         raise RuntimeError("there is no weight store to copy into")
     parents = [] if store.tries % 2 and store.has_snapshot(version) else holders(fleet, version)[:MAX_PEERS]
+    deadline = fleet.policy.deadlines.stage_seconds if parents else SNAPSHOT_SECONDS
     try:
-        body = stage_body(fleet, version.update, parents, digest=version.digest, version=fleet.committed)
+        body = stage_body(fleet, version.update, parents, digest=version.digest, version=fleet.committed, deadline=deadline)
         result = (await send(STORE_FETCH, {STORE: body}, deadline + CHECKPOINT_MARGIN_SECONDS))[STORE]
     finally:
         store.is_fetching = False

@@ -116,7 +116,9 @@ async def _open_update(
     fleet.enter(Phase.STAGE)
     fleet.hold()
     tree = parents_in_tree(list(fleet.members()), require_staging(fleet).fanout)
-    bodies = {name: stage_body(fleet, staged.id, parents) for name, parents in tree.items()}
+    # Tensors arrive until the trainer commits. From then on the pods have the time of stageSeconds.
+    seconds = fleet.policy.deadlines.total_seconds + fleet.policy.deadlines.stage_seconds
+    bodies = {name: stage_body(fleet, staged.id, parents, deadline=seconds) for name, parents in tree.items()}
     # An agent that cannot begin now does so when the version is complete.
     await send(AGENT_STAGE, bodies, EARLY_SECONDS, patience=EARLY_PATIENCE_SECONDS)
     return staged

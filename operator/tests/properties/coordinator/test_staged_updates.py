@@ -192,6 +192,20 @@ def test_engines_copy_while_tensors_still_arrive() -> None:
     assert {tuple(body["parents"]) for body in early[0].bodies.values()} == {(STORE,), ("e0", STORE)}
 
 
+def test_pods_have_time_to_copy_a_version_once_more_after_its_tensors_arrived_slowly() -> None:
+    """An agent that is restarted copies the version from its beginning."""
+    world = StagedWorld(2)
+    update = str(world.open_upload("1").fleet["update"])
+    world.tick(100)
+    world.fill_upload(update)
+    assert world.do(rq.CommitUpload(update)).success
+    early, complete = [send for send in world.sent if send.path == AGENT_STAGE][:2]
+    limits = world.policy.deadlines
+    assert {body["deadline"] for body in early.bodies.values()} == {limits.total_seconds + limits.stage_seconds}
+    assert complete.patience is not None
+    assert complete.patience >= 100
+
+
 def test_a_paused_fleet_takes_weights_and_stays_paused() -> None:
     world = StagedWorld(2)
     world.set_state(FleetState.PAUSED)

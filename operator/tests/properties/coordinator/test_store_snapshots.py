@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sglang_rollout.coordinator.update import requests as rq
-from sglang_rollout.coordinator.update.catch_up import find_source
+from sglang_rollout.coordinator.update.catch_up import SNAPSHOT_SECONDS, find_source
 from sglang_rollout.coordinator.update.events import Send
 from sglang_rollout.coordinator.update.snapshots import why_lost
 from sglang_rollout.coordinator.update.store import STORE
@@ -90,6 +90,8 @@ def test_a_store_that_cannot_copy_from_the_agents_loads_its_snapshot_at_once() -
     world.settle()
     parents = [send.bodies[STORE]["parents"] for send in world.sent if send.path == STORE_FETCH]
     assert parents == [["e0", "e1"], []]
+    seconds = [send.bodies[STORE]["deadline"] for send in world.sent if send.path == STORE_FETCH]
+    assert seconds == [world.policy.deadlines.stage_seconds, SNAPSHOT_SECONDS], "a volume is slower than memory"
     staged = world.machine.fleet.weights.staged
     assert staged is not None
     assert world.store.copies[staged.update].digest == staged.digest
