@@ -69,7 +69,8 @@ async def pull(
         copy: The copy.
         base: A complete copy of another version: equal pieces come from it, and other pieces as differences if a parent has them.
         receiving: Bandwidth at which pieces arrive; None: not limited.
-        patience: Seconds without a new byte after which the copy fails, when each parent has been asked.
+        patience: Seconds without a new byte after which the copy fails, when each parent has been asked. If it is limited, the parents hold
+            the whole version: one that has nothing new has lost it, and may itself wait for this pod.
         open_reader: How pieces are read.
 
     Raises:
@@ -248,7 +249,11 @@ class _Pull:
                     raise _ParentError(f"its index is wrong: {error}", is_wrong=position == 0) from error
                 self._take_entry(parent, theirs, entry, wanted)
             has_stalled, received = reply.received == received, reply.received
-            if not reply.entries and has_stalled and await self._is_behind(parent, len(theirs.entries)):
+            if reply.entries or not has_stalled:
+                continue
+            if self._patience < math.inf:
+                raise _ParentError("it has only a part of the version, and nothing new for some time")
+            if await self._is_behind(parent, len(theirs.entries)):
                 raise _ParentError("it has had nothing new for some time, although the store has")
         if len(theirs.shards) != len(self._copy.index.shards):
             raise _ContradictionError(f"{parent} has {len(theirs.shards)} shards, but {len(self._copy.index.shards)} were announced before")

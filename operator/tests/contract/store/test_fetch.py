@@ -97,6 +97,18 @@ def test_a_version_that_cannot_be_copied(
     assert upload_store.call(STORE_FETCH, request(holder, held))[0] == 200, "the next attempt succeeds"
 
 
+def test_pods_that_have_lost_their_copies_too_are_given_up(holder: StoreProcess, upload_store: StoreProcess) -> None:
+    """They copy the version from the store, which would wait for them."""
+    update = new_update()
+    holder.open(update, TENSORS)
+    for place in list(SIZES)[:1]:
+        holder.put(update, place, piece(place))
+    body = request(holder, update, digest="0" * 64, parents=[holder.data_url, holder.data_url], deadline=600)
+    status, answer = upload_store.call(STORE_FETCH, body)
+    assert (status, answer["code"]) == (503, "Unavailable")
+    assert "it has only a part of the version" in answer["message"]
+
+
 def test_dropping_the_version_ends_its_copy(holder: StoreProcess, held: str, upload_store: StoreProcess) -> None:
     waiting = upload_store.later(STORE_FETCH, request(holder, held, parents=[f"http://127.0.0.1:{free_port()}"], deadline=60))
     while not upload_store.updates():
