@@ -40,7 +40,7 @@ from sglang_rollout.wire.ports import METRICS_PORT, STAGING_PORT, STORE_PORT
 
 UPDATES = int(os.environ.get("STAGED_UPDATES", "6"))
 NAME, STAND, SNAPSHOTS = "staged", "copies", "staged-snapshots"
-WEIGHTS = {"transport": "Staged", "staging": {"sizeLimit": "32Mi"}}
+WEIGHTS: dict[str, Any] = {"transport": "Staged", "staging": {"sizeLimit": "32Mi"}}
 TINY = "/models/tiny"
 TRAINER = (Path(__file__).parent / "one_group_trainer.py").read_text()
 KILL = "kill -KILL $(cat /proc/1/task/1/children)"
@@ -52,7 +52,7 @@ def staged_fleet(kubectl: Kubectl, operator: Kubectl, client: str) -> Iterator[s
     """Create a rollout of two SGLang engines with transport Staged, and return its name."""
     remove_stand(kubectl)
     rollout = sample(NAME)
-    rollout["spec"]["weights"] |= WEIGHTS
+    rollout["spec"]["weights"] |= {"transport": "Staged", "staging": WEIGHTS["staging"] | {"trainerPause": "Defer"}}
     with fleet_of(kubectl, rollout) as name:
         yield name
 
@@ -61,7 +61,7 @@ def staged_fleet(kubectl: Kubectl, operator: Kubectl, client: str) -> Iterator[s
 def staged_stand(kubectl: Kubectl, operator: Kubectl, client: str) -> Iterator[str]:
     """Create a rollout of two stand-ins with transport Staged, and return its name.
 
-    The images have no root user, and the weight store writes snapshots on a claim.
+    The images have no root user, the weight store writes snapshots on a claim, and the engines share compiled kernels.
     """
     remove_stand(kubectl)
     kubectl("delete", "sglr", NAME, "--ignore-not-found", "--wait=false")
@@ -69,6 +69,7 @@ def staged_stand(kubectl: Kubectl, operator: Kubectl, client: str) -> Iterator[s
     with claim(kubectl, SNAPSHOTS, client):
         store = {"snapshots": {"volume": {"claim": SNAPSHOTS}}}
         rollout = stand_in.rollout(STAND, replicas=2, weights=WEIGHTS | {"store": store})
+        rollout["spec"]["engine"]["cache"] = {"shared": True}
         rollout["spec"]["podTemplate"]["spec"]["securityContext"] = {"runAsNonRoot": True, "fsGroup": GROUP}
         with fleet_of(kubectl, rollout) as name:
             yield name
@@ -179,6 +180,28 @@ def test_a_fleet_whose_engines_all_end_at_once_serves_its_version_without_a_push
     assert [(uid(kubectl, pod), restarts(kubectl, pod, "engine")) for pod in pods] == [(same, count + 1) for same, count in before]
 
 
+_CALL = "import requests, sys; print(requests.post(sys.argv[1], json={'mode': 'retract'}, timeout=60).text)"
+
+
+def test_engines_generate_while_a_trainer_pauses_the_fleet(kubectl: Kubectl, staged_fleet: str, url: str) -> None:
+    """With ``trainerPause: Defer``, until they load the trainer's next version."""
+
+    def call(path: str) -> dict[str, Any]:
+        return dict(json.loads(kubectl.exec("client", "python", "-c", _CALL, f"http://{staged_fleet}-router:30000{path}", timeout=90)))
+
+    old = push(kubectl, staged_fleet, "104", seed=4)["engines"]
+    assert call("/pause_generation")["fleet"]["deferred"]
+    assert call("/flush_cache")["success"], "trainers repeat the call until it succeeds"
+    assert tokens(kubectl, url) == {name: (answer["ids"], "104") for name, answer in old.items()}
+    seen = document(url)
+    assert (seen["pause_deferred"], seen["phase"], seen["serving"]) == (True, "idle", 2)
+    new = push(kubectl, staged_fleet, "105", seed=5)["engines"]
+    assert {answer["version"] for answer in new.values()} == {"105"}
+    assert all(new[name]["ids"] != old[name]["ids"] for name in new)
+    assert call("/continue_generation")["success"]
+    assert tokens(kubectl, url) == {name: (answer["ids"], "105") for name, answer in new.items()}
+
+
 # --- stand-ins ---------------------------------------------------------------------------------------------------------
 
 
@@ -225,6 +248,19 @@ def test_a_new_pod_of_the_store_copies_the_version_from_the_engines(
     assert document(stand.url)["serving"] == 2
     stand.push(uploader, watch)
     stand.serve(2)
+
+
+def test_a_new_pod_starts_with_the_kernels_that_another_engine_compiled(kubectl: Kubectl, stand: StandInRollout) -> None:
+    kernel, content = "/var/cache/sglang-rollout/triton/AB/kernel.cubin", f"compiled {time.time()}"
+    first, second = (f"{stand.engine(index)}-0" for index in (0, 1))
+    stand.serve(2)
+    kubectl.exec(first, "sh", "-c", f"mkdir -p {os.path.dirname(kernel)} && echo '{content}' > {kernel}", container="engine")
+    sent = "of compiled kernels of this engine"
+    eventually("the weight store has the kernel", lambda: sent in kubectl("logs", first, "-c", "agent"), within=120, every=2)
+    replace_pod(kubectl, second)
+    stand.serve(1)
+    stand.serve(2)
+    assert kubectl.exec(second, "cat", kernel, container="engine").strip() == content
 
 
 def test_engines_load_in_turn_while_clients_generate(stand: StandInRollout, uploader: Trainer, watch: Watch) -> None:
