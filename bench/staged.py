@@ -9,7 +9,7 @@ push-2, push-4   Two fleets side by side, each with 2 or 4 real engines and a mo
 fanout           64 pods copy 50 MB from the weight store's data port: the staging package's server and client in a few processes,
                  without the rest of an agent. The baseline is the same tree of plain sockets, which writes the same files and computes
                  no digest. The aim is a ratio of at most 1.5.
-rejoin           1, 8 or 32 stand-ins restart at the same time: seconds from an engine's first answer to its open gate, with a copy in its
+rejoin           1 or 8 stand-ins restart at the same time: seconds from an engine's first answer to its open gate, with a copy in its
                  own pod, and with a new pod that copies from another pod, from the weight store, or from a snapshot. The baseline is
                  ``/update_weights_from_disk`` on one stand-in.
 memory           Resident memory of the weight store and of the agents during pushes of 197 MB to two stand-ins, without shared memory
@@ -195,7 +195,7 @@ def measure_fanout(settings: Settings) -> dict[str, Any]:
 def measure_rejoin(settings: Settings) -> dict[str, Any]:
     """Measure engines that come back."""
     model = environment.model() if settings.smoke else environment.model(*staged_rejoin.MODEL)
-    return staged_rejoin.measure(joiners=(1, 2) if settings.smoke else (1, 8, 32), model=model, rounds=settings.pairs)
+    return staged_rejoin.measure(joiners=(1, 2) if settings.smoke else (1, 8), model=model, rounds=settings.pairs)
 
 
 def measure_memory(settings: Settings) -> dict[str, Any]:
