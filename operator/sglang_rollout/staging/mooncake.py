@@ -107,7 +107,9 @@ class MooncakeProcess:
         number = self._commands
         if self._process.stdin is None:
             raise RuntimeError("the child was started without a pipe")
-        with suppress(OSError):  # it has ended, which the wait reports
+        if not self.is_alive:
+            raise MooncakeError("The process of Mooncake has ended.")
+        with suppress(OSError, RuntimeError):  # it has ended, which the wait reports; uvloop raises RuntimeError
             self._process.stdin.write((json.dumps({"number": number, "do": action, **fields}) + "\n").encode())
         return await self._wait(number, action, _CALL_SECONDS)
 
@@ -279,6 +281,8 @@ class MooncakeReader(PieceReader):
             located = self._located.get(piece.shard)
             if located is None:
                 located = self._located[piece.shard] = await self._locate(path, piece.shard)
+            if self._has_failed:  # meanwhile, and its child has ended
+                raise MooncakeError("An earlier piece has failed.")
             child = self._child = self._child or await MooncakeProcess.start(await _own_address(located.segment))
         if located.transport != child.transport:
             raise MooncakeError(f"The other pod uses {located.transport}, and this one {child.transport}.")

@@ -158,11 +158,14 @@ class PieceReader:
 
     async def read_difference(self, path: str, target: Target, origin: Origin) -> Received | None:
         """Write a piece by its difference, and return None if the parent does not have it. Takes and raises what :meth:`read` does."""
-        receive = partial(_receive_piece, target, origin)
-        asked = {BASE_HEADER: origin.version}
-        return await self._ask(
-            f"{path}?only=difference", asked, lambda answer, pace: None if answer.status == 204 else receive(answer, pace)
-        )
+
+        def receive(answer: HTTPResponse, pace: _Pace) -> Received | None:
+            if answer.status == 204:
+                answer.read()  # otherwise the connection takes no further request
+                return None
+            return _receive_piece(target, origin, answer, pace)
+
+        return await self._ask(f"{path}?only=difference", {BASE_HEADER: origin.version}, receive)
 
     async def fetch(self, path: str) -> bytes:
         """Return the bytes of a small answer. Raises RefusedPieceError and BrokenAnswerError."""
