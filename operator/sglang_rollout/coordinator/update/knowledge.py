@@ -50,6 +50,8 @@ class Knowledge:
         """True if anything was learned since the last conclusion."""
         self.give_up: list[str] = []
         """Engines that the rebuild found in an update that no coordinator leads any more."""
+        self.outdated: list[str] = []
+        """Engines that served a version that is not permitted any more, when a commit of an earlier coordinator was proved."""
 
     def take_results(self, results: Results) -> None:
         """Take in the statuses that calls returned. Ignore the status of another engine: addresses move between pods."""
@@ -218,6 +220,14 @@ class Knowledge:
         fleet.weights.staged = self._find_staged(proved.committed)
         if self._record is not None and self._record.committed == proved.committed:
             fleet.weights.checksums, fleet.weights.disk = dict(self._record.checksums), self._record.disk
+        self.outdated = self._find_outdated()
+
+    def _find_outdated(self) -> list[str]:
+        """Return the engines that serve a version that is not permitted: the earlier coordinator ended before it closed their gates."""
+        fleet = self._fleet
+        permitted = {order_key(version) for version in (fleet.committed, *fleet.tolerated()) if version is not None}
+        serving = [(name, engine.status) for name, engine in fleet.engines.items() if engine.serving and engine.status is not None]
+        return [name for name, status in serving if status.version is not None and order_key(status.version) not in permitted]
 
     def _note_end(self, record: Record, committed: Version) -> None:
         """Note how the update ended that was open when the earlier coordinator ended: it has failed, unless a commit is proved."""
@@ -301,6 +311,7 @@ class Knowledge:
             fleet.commit(proved, self._find_author(proved), self._find_signed(proved))
             fleet.weights.staged = self._find_staged(proved)
             self._note_proved(proved)
+            self.outdated = self._find_outdated()
         for status in self._statuses():
             self._reserve(status)
 

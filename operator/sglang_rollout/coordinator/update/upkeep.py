@@ -59,6 +59,7 @@ class Upkeep:
         self._trainer = trainer
         self._stray_since: dict[str, float] = {}
         self.chain: tuple[Task, ...] = (
+            Task("close gates of engines with an outdated version", self._outdated, partial(_close_gates, fleet)),
             Task("abandon an update that lost an engine", self._lost_engine, partial(abandon, fleet, UpdateReason.ENGINE_LOST)),
             Task("abandon an update whose weight store is gone", self._lost_store, partial(abandon, fleet, UpdateReason.STORE_LOST)),
             Task("apply spec.state", self._changed_state, lambda _: apply_desired_state(fleet)),
@@ -84,6 +85,14 @@ class Upkeep:
             if found is not None:
                 return task.operation(found) if task.operation is not None else None
         return None
+
+    def _outdated(self) -> list[str] | None:
+        """Return the engines whose gates an earlier coordinator left open. They come before any call.
+
+        A trainer must not hear of a commit while an engine serves the version before.
+        """
+        found, self._knowledge.outdated = self._knowledge.outdated, []
+        return found or None
 
     def _lost_engine(self) -> str | None:
         update = self._fleet.update
@@ -167,6 +176,12 @@ class Upkeep:
         session = engine is not None and engine.status is not None and engine.status.session
         released = engine is not None and engine.released
         return (released or self._fleet.applied_state is not FleetState.ACTIVE) and not session
+
+
+async def _close_gates(fleet: Fleet, names: list[str]) -> Answer:
+    """Send the committed version to agents whose engine holds another one. This closes their gates."""
+    await sync(fleet, names)
+    return Answer(200, f"The agents of {len(names)} engines know the committed version.")
 
 
 async def _pause_for_loss(fleet: Fleet) -> Answer:

@@ -413,6 +413,26 @@ def test_a_coordinator_that_restarts_at_any_step_leaves_one_version_everywhere(s
     assert serves(world, "1/3")
 
 
+def test_a_new_coordinator_closes_outdated_gates_before_it_answers_that_a_version_is_committed() -> None:
+    """Its predecessor ended between the record of the activation and the calls that pause the other engines."""
+    world = StagedWorld(3)
+    world.push("1")
+    update = str(world.open_upload("2").fleet["update"])
+    world.fill_upload(update)
+    world.ask(rq.CommitUpload(update))
+    while world.record is None or str(world.record.committed) != "1/2":
+        world.complete()
+    world.start()
+    world.sync_all()
+    assert len(world.serving) == 2, "two engines still serve the version before"
+    call = world.ask(rq.CommitUpload(update))
+    while call not in world.answers:
+        world.complete()
+    assert world.answers[call].fleet["state"] == "committed"
+    assert {str(agent.version) for agent in world.agents.values() if agent.gate_open} <= {"1/2"}
+    assert serves(world, "1/2")
+
+
 def test_an_engine_that_restarts_loads_its_own_copy_or_that_of_a_peer() -> None:
     world = StagedWorld(3)
     world.push("1")
