@@ -160,8 +160,13 @@ class Routes:
         return await self._status()
 
     async def run(self, request: web.Request) -> web.StreamResponse:
-        """Apply a sync and end the pause of an update. The gate follows the committed version even if the engine does not resume."""
+        """Apply a sync and end the pause of an update. The gate follows the committed version even if the engine does not resume.
+
+        It opens first. Otherwise the next request of a session whose request was paused could find a closed gate, and the router would
+        send it to another engine.
+        """
         self._apply_sync(request, await read_message(request, SyncRequest))
+        await self._agent.gate.settle_if_due()
         reply = await self._agent.control(ControlCall.CONTINUE, {}, deadline_of(request, _CALL_SECONDS))
         return await self._status_if_settled() if reply.ok else to_response(reply)
 

@@ -236,10 +236,15 @@ class Activator:
             log.warning("The version of the copy of update %s cannot be noted: %s", request.update, error)
 
     async def _resume(self, seconds: float) -> bool:
-        """Let the engine generate again, unless ``spec.state`` pauses it. Return True if it does, within these seconds."""
+        """Let the engine generate again, unless ``spec.state`` pauses it. Return True if it does, within these seconds.
+
+        The gate opens first. Otherwise the next request of a session whose request was paused could find a closed gate, and the router
+        would send it to an engine that still serves an older version.
+        """
         agent, record = self._agent, self._agent.state.record
         if not record.interruption.is_pause or record.applied_state is not FleetState.ACTIVE:
             return not record.interruption.is_pause
+        await agent.gate.settle_if_due()
         try:
             reply = await agent.control(ControlCall.CONTINUE, {}, seconds)
         except RecordError as error:

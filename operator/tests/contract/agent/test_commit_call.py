@@ -79,6 +79,21 @@ async def test_one_call_commits_continues_and_opens_the_gate(caller: Caller, stu
     assert caller.agent.limits.lease == 7.0
 
 
+async def test_the_gate_opens_before_paused_requests_continue(caller: Caller, stub: StubEngine) -> None:
+    """The next request of a session would move to another engine if the gate was closed when the paused one is answered."""
+    await caller.update()
+    stub.held["continue_generation"] = asyncio.Event()
+    run = asyncio.create_task(caller.post(AGENT_RUN, {"committed": V1}))
+
+    async def continues() -> bool:
+        return stub.calls[-1] == "continue_generation"
+
+    await until(continues, 30, "the engine is asked to continue")
+    view = await caller.agent.gate.client.view()
+    stub.held["continue_generation"].set()
+    assert (view.up, (await run)[0]) == (True, 200)
+
+
 async def test_an_acknowledgement_does_not_read_the_state_of_the_closed_gate(
     caller: Caller, stub: StubEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

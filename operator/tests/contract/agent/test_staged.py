@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 
 from sglang_rollout.agent.staged import own_copy
+from sglang_rollout.sglang.api import ControlCall
+from sglang_rollout.sglang.client import Reply
 from sglang_rollout.staging.payload import LOADER, loader_payload
 from sglang_rollout.testing import StandIn, expected_tokens
+from sglang_rollout.wire.agent import SyncRequest
 from sglang_rollout.wire.ports import AGENT_STAGE, DEADLINE_HEADER, STAGED, TICKET_HEADER
 from sglang_rollout.wire.reasons import GateReason, RefusalCode
 from sglang_rollout.wire.states import BASE, EngineState, FleetState
@@ -236,6 +239,23 @@ async def test_requests_that_are_paused_in_place_keep_the_prefix_cache(source: S
             await commit(pod, made)
             async with await running as reply:
                 assert reply.status == 200
+
+
+async def test_the_gate_opens_before_paused_requests_continue(pod: PodHere, source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next request of a session would move to an older version if the gate was closed when the paused one is answered."""
+    made, agent, is_open = source.make(1), pod.running, []
+    assert agent is not None
+    call = agent.engine.call
+
+    async def watched(name: str, body: dict[str, Any]) -> Reply:
+        if name == ControlCall.CONTINUE:
+            is_open.append((await agent.gate.client.view()).up)
+        return await call(name, body)
+
+    monkeypatch.setattr(agent.engine, "call", watched)
+    await stage(pod, source, made)
+    answer = await activate(pod, made, sync=SyncRequest.model_validate(made.committed))
+    assert (answer.status, answer.body["running"], is_open) == (200, True, [True]), answer.body
 
 
 async def test_an_engine_without_the_loader_is_not_asked_to_load(source: Source, tmp_path: Path) -> None:
