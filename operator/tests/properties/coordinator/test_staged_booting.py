@@ -9,9 +9,8 @@ from sglang_rollout.coordinator.update import requests as rq
 from sglang_rollout.coordinator.update.membership import absent_sentence
 from sglang_rollout.coordinator.update.store import STORE
 from sglang_rollout.wire.ports import AGENT_ACTIVATE, AGENT_STAGE
-from tests.properties.coordinator.test_staged_updates import serves
 from tests.properties.support.simulated_agent import SimulatedAgent
-from tests.properties.support.staged_world import StagedWorld
+from tests.properties.support.staged_world import StagedWorld, serves
 
 
 def boot_pod(world: StagedWorld, name: str) -> SimulatedAgent:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from sglang_rollout.coordinator.update import requests as rq
 from sglang_rollout.wire.ports import AGENT_DROP, AGENT_STAGE
-from tests.properties.coordinator.test_staged_updates import run_to
-from tests.properties.support.staged_world import StagedWorld
+from tests.properties.support.staged_world import StagedWorld, run_to
 
 
 def test_pods_delete_what_they_have_of_a_withdrawn_upload_and_the_answer_does_not_wait_for_that() -> None:

@@ -8,8 +8,7 @@ from sglang_rollout.coordinator.update import events as ev
 from sglang_rollout.coordinator.update import requests as rq
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.ports import AGENT_ACTIVATE, STORE_SEAL
-from tests.properties.coordinator.test_staged_updates import run_to, serves
-from tests.properties.support.staged_world import TENSORS, StagedWorld
+from tests.properties.support.staged_world import TENSORS, StagedWorld, run_to, serves
 
 
 def test_an_engine_that_is_killed_does_not_fail_an_update_that_all_engines_must_hold() -> None:

@@ -8,9 +8,8 @@ from sglang_rollout.coordinator.update import requests as rq
 from sglang_rollout.coordinator.update.requests import Answer
 from sglang_rollout.wire.ports import AGENT_ACTIVATE, AGENT_STAGE
 from sglang_rollout.wire.reasons import RefusalCode
-from tests.properties.coordinator.test_staged_updates import run_to, serves
 from tests.properties.support.simulated_agent import NAMES
-from tests.properties.support.staged_world import TENSORS, StagedWorld, shard_of
+from tests.properties.support.staged_world import TENSORS, StagedWorld, run_to, serves, shard_of
 
 A, B, C = "ml/Job/a", "ml/Job/b", "ml/Job/c"
 UPLOAD = rq.Upload((shard_of(NAMES),), "2")

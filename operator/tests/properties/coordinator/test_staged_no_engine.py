@@ -8,9 +8,8 @@ from sglang_rollout.coordinator.update import requests as rq
 from sglang_rollout.sglang.api import MEMORY_TAGS
 from sglang_rollout.wire.record import UpdateOutcome, UpdateReason
 from sglang_rollout.wire.states import FleetState
-from tests.properties.coordinator.test_staged_updates import last, serves
 from tests.properties.support.coordinator_world import World
-from tests.properties.support.staged_world import TENSORS, StagedWorld
+from tests.properties.support.staged_world import TENSORS, StagedWorld, last, serves
 
 PAUSE = rq.Pause("retract", {"mode": "retract"})
 

@@ -7,8 +7,7 @@ import pytest
 from sglang_rollout.coordinator.update.staging import count_copies
 from sglang_rollout.coordinator.update.store import MAX_MISSES
 from sglang_rollout.wire.record import Record, StoreState
-from tests.properties.coordinator.test_staged_updates import serves
-from tests.properties.support.staged_world import StagedWorld
+from tests.properties.support.staged_world import StagedWorld, serves
 
 
 class WatchedWorld(StagedWorld):

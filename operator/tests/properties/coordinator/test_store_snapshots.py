@@ -12,9 +12,8 @@ from sglang_rollout.coordinator.update.events import Send
 from sglang_rollout.coordinator.update.snapshots import why_lost
 from sglang_rollout.coordinator.update.store import STORE
 from sglang_rollout.wire.ports import STORE_COMMIT, STORE_FETCH, STORE_OPEN
-from tests.properties.coordinator.test_staged_updates import serves
 from tests.properties.support.simulated_agent import NAMES
-from tests.properties.support.staged_world import StagedWorld, shard_of
+from tests.properties.support.staged_world import StagedWorld, serves, shard_of
 
 
 def world_with_snapshots(engines: int = 2) -> StagedWorld:

@@ -37,6 +37,7 @@ from sglang_rollout.wire.ports import (
     STORE_SEAL,
 )
 from sglang_rollout.wire.reasons import RefusalCode
+from sglang_rollout.wire.record import EndedUpdate
 from sglang_rollout.wire.staged import Shard, StagedTensor, StoreStatus
 from sglang_rollout.wire.states import FleetState, Snapshot, SnapshotsState, StagedCopy, Version
 from tests.properties.support.coordinator_world import World
@@ -271,3 +272,26 @@ class StagedWorld(World):
 
 def shard_of(names: Collection[str], shape: tuple[int, ...] = (2,)) -> Shard:
     return Shard(tensors=[StagedTensor(name=name, dtype="BF16", shape=list(shape)) for name in names])
+
+
+def last(world: StagedWorld) -> EndedUpdate:
+    """Return the update that ended last."""
+    found = world.machine.fleet.last_update
+    assert found is not None
+    return found
+
+
+def serves(world: StagedWorld, version: str) -> bool:
+    """Return whether every engine serves this version, and none is paused."""
+    world.settle()
+    agents = world.agents.values()
+    return all(agent.gate_open and not agent.paused and str(agent.version) == version for agent in agents)
+
+
+def run_to(world: StagedWorld, path: str) -> None:
+    """Carry out effects until a call to this path is the next."""
+    for _ in range(200):
+        if world.pending and isinstance(world.pending[0], Send) and world.pending[0].path == path:
+            return
+        world.complete()
+    raise AssertionError(f"{path} was not called")
