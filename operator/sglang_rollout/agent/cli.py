@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -275,34 +275,15 @@ async def run(settings: Settings) -> None:
             tensor_size=settings.tensor_size,
             signatures=_make_signatures(settings),
         )
-        head_pod, is_other_pod_draining = None, _never
+        head_pod = None
         if place is not None:
             barrier = StartBarrier(place.files)
             head_pod = HeadPod(
                 agent, barrier, size=place.nodes, own=place.head, folder=settings.state_dir, credentials=settings.credentials
             )
-            agent.explain_down, is_other_pod_draining = head_pod.explain_down, head_pod.is_other_pod_draining
+            agent.explain_down = head_pod.explain_down
         staged = await stack.enter_async_context(_run_staged(settings, agent, head_pod))
         fence = Fence(agent, kill_file=files.kill if files else None)
-        work = [
-            _repeat(_INTERVAL, "polling the engine", agent.observe),
-            _repeat(_INTERVAL, "watching the engine's connection", agent.watch_connection),
-            _repeat(_INTERVAL, "checking the lease", fence.watch_lease),
-            _repeat(_INTERVAL, "following spec.state", SpecStateWatch(agent).watch),
-            _follow_gate(agent),
-            _trust_record(agent),
-            *_send_kernels(settings.kernels, lambda: agent.state.up),
-        ]
-        if staged is not None:
-            work.append(_repeat(_INTERVAL, "checking whether the pod's own copy is needed", staged.own_copy.watch))
-        if staged is not None and staged.members is not None:
-            work.append(_repeat(_INTERVAL, "checking the copies of the engine's other pods", staged.members.watch))
-        if head_pod is not None:
-            work.append(_repeat(_INTERVAL, "watching the pods of the engine", head_pod.watch))
-            work.append(_repeat(_RESOLVE_INTERVAL, "questioning silent pods", head_pod.question_silent_pods))
-        if files is not None:
-            work.append(_repeat(_INTERVAL, "watching for a drain", lambda: watch_drain(agent, files, is_other_pod_draining)))
-            work.append(_repeat(_INTERVAL, "watching for a hang", HangWatch(agent, files.kill).watch))
         app = make_app(
             agent,
             credentials=settings.credentials,
@@ -315,7 +296,34 @@ async def run(settings: Settings) -> None:
         )
         if staged is not None and settings.data_listen is not None:
             await stack.enter_async_context(_listen(staged.data_app(), settings.data_listen))
+        work = [
+            *_watches(agent, fence, files, head_pod, staged),
+            _follow_gate(agent),
+            _trust_record(agent),
+            *_send_kernels(settings.kernels, lambda: agent.state.up),
+        ]
         await _serve(app, settings.listen, work, f"Agent of {name} at {settings.listen}, engine {url}.")
+
+
+def _watches(
+    agent: Agent, fence: Fence, files: RunFiles | None, head_pod: HeadPod | None, staged: StagedService | None
+) -> Iterator[Coroutine[Any, Any, None]]:
+    """Yield what the agent does all the time."""
+    yield _repeat(_INTERVAL, "polling the engine", agent.observe)
+    yield _repeat(_INTERVAL, "watching the engine's connection", agent.watch_connection)
+    yield _repeat(_INTERVAL, "checking the lease", fence.watch_lease)
+    yield _repeat(_INTERVAL, "following spec.state", SpecStateWatch(agent).watch)
+    if staged is not None:
+        yield _repeat(_INTERVAL, "checking whether the pod's own copy is needed", staged.own_copy.watch)
+    if staged is not None and staged.members is not None:
+        yield _repeat(_INTERVAL, "checking the copies of the engine's other pods", staged.members.watch)
+    if head_pod is not None:
+        yield _repeat(_INTERVAL, "watching the pods of the engine", head_pod.watch)
+        yield _repeat(_RESOLVE_INTERVAL, "questioning silent pods", head_pod.question_silent_pods)
+    if files is not None:
+        is_other_pod_draining = head_pod.is_other_pod_draining if head_pod is not None else _never
+        yield _repeat(_INTERVAL, "watching for a drain", lambda: watch_drain(agent, files, is_other_pod_draining))
+        yield _repeat(_INTERVAL, "watching for a hang", HangWatch(agent, files.kill).watch)
 
 
 def _run_staged(settings: Settings, agent: Agent, head_pod: HeadPod | None) -> AbstractAsyncContextManager[StagedService | None]:

@@ -103,16 +103,9 @@ async def serve(options: Options, key: Credentials) -> None:
     """Run the coordinator until SIGTERM, SIGINT or a failure."""
     async with contextlib.AsyncExitStack() as stack:
         kube: Kube | None = None
-        source: IntentSource
-        store: RecordStore
-        leadership: Leadership
         if options.kubernetes:
             kube = await stack.enter_async_context(await Kube.connect(field_manager="sglang-rollout-coordinator"))
-            source = ConfigMapIntent(kube, options.namespace, options.name)
-            store = ConfigMapRecord(kube, options.namespace, options.name)
-            leadership = LeaseLeadership(_lease(kube, options))
-        else:
-            source, store, leadership = _open_files(options)
+        source, store, leadership = _open_files(options) if kube is None else _open_objects(options, kube)
         metrics = Metrics(lambda: driver.machine)
         wanted_engines = WantedEngines(source, kube=kube, namespace=options.namespace, name=options.name)
         pods = PodTable(options.namespace, time.time)
@@ -125,14 +118,9 @@ async def serve(options: Options, key: Credentials) -> None:
             data_url=wanted_engines.data_url,
         )
         driver = Driver(
-            name=options.name,
-            wanted_engines=wanted_engines,
-            agents=agents,
-            store=store,
-            leadership=leadership,
-            metrics=metrics,
+            name=options.name, wanted_engines=wanted_engines, agents=agents, store=store, leadership=leadership, metrics=metrics,
             is_gone=pods.is_gone,
-        )
+        )  # fmt: skip
         wanted = WantedWorkers(wanted_engines.url)
         workers = SmgWorkers(options.smg_url, lambda: wanted.urls(driver.machine), engine_labels(options.policy))
         infos = EngineInfos(agents)
@@ -156,10 +144,8 @@ async def serve(options: Options, key: Credentials) -> None:
             "engine infos": infos.run(lambda: driver.machine),
             "isolation": isolation.run(),
         }
-        if kube is not None:
-            loops["callers"] = follow_callers(kube, pods, callers.security, driver.note_caller_rights)
-        if keys is not None:
-            loops["keys"] = keys.run()
+        if kube is not None and keys is not None:
+            loops |= {"callers": follow_callers(kube, pods, callers.security, driver.note_caller_rights), "keys": keys.run()}
         await _run_until_signal(loops)
 
 
@@ -193,14 +179,10 @@ async def _listen(stack: contextlib.AsyncExitStack, app: web.Application, endpoi
     await listen(runner, endpoint)
 
 
-def _lease(kube: Kube, options: Options) -> Lease:
-    return Lease(
-        kube,
-        namespace=options.namespace,
-        name=f"{options.name}-router",
-        identity=socket.gethostname(),
-        owners_from=f"{options.name}-weights",
-    )
+def _open_objects(options: Options, kube: Kube) -> tuple[IntentSource, RecordStore, Leadership]:
+    name, namespace = options.name, options.namespace
+    lease = Lease(kube, namespace=namespace, name=f"{name}-router", identity=socket.gethostname(), owners_from=f"{name}-weights")
+    return ConfigMapIntent(kube, namespace, name), ConfigMapRecord(kube, namespace, name), LeaseLeadership(lease)
 
 
 def _open_files(options: Options) -> tuple[IntentSource, RecordStore, Leadership]:
