@@ -18,6 +18,8 @@ QUESTION: dict[str, Any] = {
     "input_ids": [11, 22, 33],
     "sampling_params": {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True},
 }
+KILL = "kill -KILL $(cat /proc/1/task/1/children)"
+"""Kills the children of a container's first process: no signal from inside the container kills that process itself."""
 _ASK = (
     "import json, requests, sys\n"
     "engines, body = map(json.loads, sys.argv[1:])\n"

@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 
 from e2e import stand_in
-from e2e.cases.actions import ask_engines, document, forward, push, serving
+from e2e.cases.actions import KILL, ask_engines, document, forward, push, serving
 from e2e.cases.claim import GROUP, claim
 from e2e.cases.conftest import ready, remove, remove_stand, sample, trainer_pod
 from e2e.cases.security.callers import SILENT, reach
@@ -43,8 +43,6 @@ NAME, STAND, SNAPSHOTS = "staged", "copies", "staged-snapshots"
 WEIGHTS: dict[str, Any] = {"transport": "Staged", "staging": {"sizeLimit": "32Mi"}}
 TINY = "/models/tiny"
 TRAINER = (Path(__file__).parent / "one_group_trainer.py").read_text()
-KILL = "kill -KILL $(cat /proc/1/task/1/children)"
-"""Kills the children of a container's first process: no signal from inside the container kills that process itself."""
 
 
 @pytest.fixture(scope="module")

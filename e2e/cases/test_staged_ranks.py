@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from e2e import stand_in
-from e2e.cases.actions import document, forward, generate, push, serving
+from e2e.cases.actions import KILL, document, forward, generate, push, serving
 from e2e.cases.conftest import NAME, remove, remove_stand, trainer_pod
 from e2e.cases.ranks import checksums, two_ranks
 from e2e.cases.stand_in_rollout import StandInRollout
 from e2e.cases.test_nodes import apart
-from e2e.cases.test_staged import KILL, WEIGHTS, check_answers, fleet_of, uid
+from e2e.cases.test_staged import WEIGHTS, check_answers, fleet_of, uid
 from e2e.chaos.tokens import FEW
 from e2e.chaos.watch import Watch
 from e2e.kube import Kubectl, eventually

@@ -1,11 +1,16 @@
-"""A fleet with ``security.signatures``: an unsigned push changes nothing, a signed push commits, and its signature is refused later."""
+"""Fleets with ``security.signatures``: an unsigned update changes nothing, and a signed one is committed.
+
+The signature of a push is refused when it comes again. With transport Staged, engines that restart load the signed version again.
+"""
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,10 +19,15 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
 from e2e import machine_token, stand_in
-from e2e.cases.actions import document, serving
+from e2e.cases.actions import KILL, document, serving
 from e2e.cases.conftest import ready, remove
 from e2e.kube import Kubectl, eventually
+from sglang_rollout.testing import Held, StandIn
+from sglang_rollout.trainer import PushFailed, connect
+from sglang_rollout.trainer.push import PushOptions
 from sglang_rollout.trainer.signing import SigningKey
+from sglang_rollout.trainer.tensors import Source
+from sglang_rollout.trainer.upload import Upload
 from sglang_rollout.wire.ports import FRONT_PORT
 from sglang_rollout.wire.trainer import Signing
 
@@ -45,6 +55,34 @@ with connect(url, timeout=60) as fleet:
 
 
 @dataclass
+class Tensor:
+    """A tensor of a stand-in with the lowest byte of each element changed, without torch."""
+
+    held: Held
+    step: int
+
+    @property
+    def dtype(self) -> str:
+        """Name of the data type in torch."""
+        return f"torch.{self.held.dtype}"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape."""
+        return self.held.shape
+
+    def element_size(self) -> int:
+        """Return the bytes of an element: the stand-in has FP32 only."""
+        return 4
+
+    def read(self) -> memoryview:
+        """Return the bytes."""
+        data = bytearray(self.held.data)
+        data[::4] = bytes((byte + self.step) % 256 for byte in data[::4])
+        return memoryview(data)
+
+
+@dataclass
 class SignedRollout:
     """A fleet of two stand-in engines that accepts signed updates only."""
 
@@ -63,6 +101,19 @@ class SignedRollout:
         out = self.kubectl.exec("client", "python", "-", *words, stdin=PUSH, timeout=240)
         return dict(json.loads(out.strip().splitlines()[-1]))
 
+    def upload(self, step: int, *, signs: bool = True) -> Mapping[str, Any]:
+        """Upload the weights of a step from here, and return how the update ended."""
+        pem = KEY.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()) if signs else None
+        with StandIn() as engine:
+            source = Source({name: Tensor(held, step) for name, held in engine.tensors().items()})
+        options = PushOptions(str(step), 1 << 20, 120.0)
+        source.check(options.bucket_bytes)
+        with connect(self.url, token=machine_token.TOKEN, signing_key=pem) as fleet:
+            sign = partial(fleet._sign, options) if signs else None
+            made = Upload(fleet._http, options, wait="committed", read_bytes=Tensor.read, sign=sign)
+            made.run(source)
+            return made.result(epoch=1)
+
     def state(self) -> tuple[Any, ...]:
         """Return what an update changes."""
         found = document(self.url)
@@ -77,7 +128,20 @@ def public_key() -> dict[str, Any]:
 
 @pytest.fixture
 def signed_fleet(kubectl: Kubectl, client: str) -> Iterator[SignedRollout]:
-    rollout = stand_in.rollout(NAME, replicas=2)
+    with run_fleet(kubectl) as made:
+        yield made
+
+
+@pytest.fixture
+def staged_fleet(kubectl: Kubectl, client: str) -> Iterator[SignedRollout]:
+    with run_fleet(kubectl, {"transport": "Staged", "staging": {"sizeLimit": "32Mi"}}) as made:
+        yield made
+
+
+@contextlib.contextmanager
+def run_fleet(kubectl: Kubectl, weights: dict[str, Any] | None = None) -> Iterator[SignedRollout]:
+    """Run a fleet with these fields of ``spec.weights`` for the length of the block."""
+    rollout = stand_in.rollout(NAME, replicas=2, weights=weights)
     rollout["spec"]["security"] = machine_token.security(signatures={"publicKeySecret": KEYS})
     kubectl.apply(stand_in.code())
     kubectl.apply(public_key())
@@ -109,3 +173,24 @@ def test_only_signed_pushes_commit(kubectl: Kubectl, signed_fleet: SignedRollout
     before = signed_fleet.state()
     assert "this update becomes version 2/2" in signed_fleet.push("2", signed)["failed"]
     assert signed_fleet.state() == before
+
+
+def test_only_signed_uploads_are_served_also_after_a_restart(kubectl: Kubectl, staged_fleet: SignedRollout) -> None:
+    before = staged_fleet.state()
+    with pytest.raises(PushFailed, match="this trainer does not sign"):
+        staged_fleet.upload(1, signs=False)
+    assert staged_fleet.state() == before
+
+    assert staged_fleet.upload(2)["state"] == "committed"
+    found = serving(staged_fleet.url, 2)
+    assert (found["committed"]["label"], bool(found["last_update"]["signed_by"])) == ("2", True)
+    boots = {member["name"]: member["boot_id"] for member in found["members"]}
+    for name in boots:
+        kubectl.exec(f"{name}-0", "sh", "-c", KILL, container="engine")
+
+    def have_loaded_it_again() -> bool:
+        members = document(staged_fleet.url)["members"]
+        return all(member["gate_open"] and member["boot_id"] != boots[member["name"]] for member in members)
+
+    eventually("the new engines serve the signed version from their copies", have_loaded_it_again, within=180)
+    assert document(staged_fleet.url)["committed"]["label"] == "2"
