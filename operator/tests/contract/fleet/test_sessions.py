@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ SESSIONS = [f"game-{number}" for number in range(8)]
 WAYS: dict[str, Callable[[str], dict[str, Any]]] = {
     "session_id": lambda name: {"json": {"session_id": name}},
     "x-session-id": lambda name: {"headers": {"x-session-id": name}},
+    "x-session-id before rid": lambda name: {"headers": {"x-session-id": name}, "json": {"rid": uuid.uuid4().hex}},
     "x-smg-routing-key": lambda name: {"headers": {"x-smg-routing-key": name}},
 }
 PROMPT = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 2}}
