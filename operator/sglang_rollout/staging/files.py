@@ -42,6 +42,28 @@ class Writing:
             raise StagedError(f"{self._path} cannot be written: {error.strerror or error}.", StagedFault.NO_SPACE) from error
 
 
+async def finish(work: asyncio.Future[_Result], *, on_cancel: Callable[[], None] | None = None) -> _Result:
+    """Return the result of work that a cancellation of the caller does not end: the caller waits for it, and is cancelled then.
+
+    Args:
+        work: A task, or a call in a thread. It is short, or ``on_cancel`` ends it.
+        on_cancel: Called when the caller is cancelled, before the wait.
+    """
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        if on_cancel is not None:
+            on_cancel()
+        while not work.done():
+            try:
+                await asyncio.wait({work})
+            except asyncio.CancelledError:
+                continue
+        if not work.cancelled():
+            work.exception()  # the caller is gone, so no one else retrieves it
+        raise
+
+
 async def finish_in_thread(
     function: Callable[[], _Result], *, executor: Executor | None = None, on_cancel: Callable[[], None] | None = None
 ) -> _Result:
@@ -52,20 +74,7 @@ async def finish_in_thread(
         executor: Where it runs; None: in the event loop's threads.
         on_cancel: Called when the caller is cancelled, before the wait.
     """
-    task = asyncio.get_running_loop().run_in_executor(executor, function)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        if on_cancel is not None:
-            on_cancel()
-        while not task.done():
-            try:
-                await asyncio.wait({task})
-            except asyncio.CancelledError:
-                continue
-        if not task.cancelled():
-            task.exception()  # the caller is gone, so no one else retrieves it
-        raise
+    return await finish(asyncio.get_running_loop().run_in_executor(executor, function), on_cancel=on_cancel)
 
 
 async def write_chunks(path: Path, offset: int, size: int, chunks: AsyncIterable[bytes]) -> str:
@@ -194,12 +203,19 @@ def delete_folders(folders: Sequence[Path]) -> None:
 
 
 async def remove_folders(folders: Sequence[Path], calls: Sequence[Callable[[], Awaitable[None]]]) -> None:
-    """Make calls that end maps of files in these folders, and delete the folders. If a call fails, they are deleted anyway."""
-    try:
-        for call in calls:
-            await call()
-    finally:
-        await finish_in_thread(lambda: delete_folders(folders))
+    """Make all calls, which end maps of files in these folders, and then delete the folders. A cancelled caller waits for this, too.
+
+    The first error of a call is raised afterwards.
+    """
+
+    async def remove() -> None:
+        results = await asyncio.gather(*(call() for call in calls), return_exceptions=True)
+        await asyncio.to_thread(delete_folders, folders)
+        for error in results:
+            if error is not None:
+                raise error
+
+    await finish(asyncio.create_task(remove()))
 
 
 def read_boot_id() -> str:

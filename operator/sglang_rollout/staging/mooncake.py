@@ -23,6 +23,7 @@ from weakref import WeakKeyDictionary
 from pydantic import ValidationError
 
 from sglang_rollout.staging.copies import Copies, Copy
+from sglang_rollout.staging.files import finish
 from sglang_rollout.staging.piece_reader import BrokenAnswerError, Origin, PieceReader, Received, RefusedPieceError, Target
 from sglang_rollout.wire.ports import MOONCAKE_PORTS
 from sglang_rollout.wire.reasons import Refusal, RefusalCode, RefusedError, end_sentence
@@ -36,6 +37,8 @@ _TRANSFER_SECONDS = 15
 """Time after which Mooncake itself gives up one transfer."""
 _CALL_SECONDS = 20.0
 """Deadline of one command; later than that of a transfer, whose error is clearer."""
+_KILL_SECONDS = 5.0
+"""Time for a killed process to end. It lasts as long as a call of a driver, and releases up to all shared memory."""
 _DEVICES = Path("/dev/infiniband")
 
 
@@ -69,6 +72,7 @@ class MooncakeProcess:
 
     def __init__(self, process: asyncio.subprocess.Process, host: str, transport: str) -> None:
         self._process = process
+        self._is_killed = False
         self._host = host
         self.transport = transport
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
@@ -89,8 +93,8 @@ class MooncakeProcess:
 
     @property
     def is_alive(self) -> bool:
-        """True while the child runs."""
-        return self._process.returncode is None
+        """True while the child runs and was not killed."""
+        return self._process.returncode is None and not self._is_killed
 
     @property
     def segment(self) -> str:
@@ -114,21 +118,25 @@ class MooncakeProcess:
         return await self._wait(number, action, _CALL_SECONDS)
 
     async def kill(self) -> None:
-        """End the child, and return when it has ended. A cancelled caller waits, too."""
+        """End the child, and return when it has ended. A cancelled caller waits, too.
+
+        A child in a call of a driver may end later. It runs no further code, so it writes nothing more.
+        """
         self.end()
-        ended, cancelled = asyncio.ensure_future(self._process.wait()), None
-        while not ended.done():
-            try:
-                await asyncio.wait({ended})
-            except asyncio.CancelledError as error:
-                cancelled = error
-        if cancelled is not None:
-            raise cancelled
+        await finish(asyncio.create_task(self._wait_for_end()))
 
     def end(self) -> None:
         """End the child without a wait."""
+        self._is_killed = True
         with suppress(ProcessLookupError):  # it ended first
             self._process.kill()
+
+    async def _wait_for_end(self) -> None:
+        try:
+            async with asyncio.timeout(_KILL_SECONDS):
+                await self._process.wait()
+        except TimeoutError:
+            log.warning("Process %d of Mooncake has not ended %g s after it was killed.", self._process.pid, _KILL_SECONDS)
 
     async def _wait(self, number: int, action: str, seconds: float) -> dict[str, Any]:
         waiting = self._answers.setdefault(number, asyncio.get_running_loop().create_future())

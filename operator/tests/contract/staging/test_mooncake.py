@@ -21,7 +21,7 @@ from sglang_rollout.staging import mooncake
 from sglang_rollout.staging.copies import DIFFERENCES, Copy
 from sglang_rollout.staging.differences import encode
 from sglang_rollout.staging.index import StagedError
-from sglang_rollout.staging.mooncake import MooncakeReader
+from sglang_rollout.staging.mooncake import MooncakeProcess, MooncakeReader
 from sglang_rollout.staging.piece_reader import PieceReader
 from sglang_rollout.staging.pull import pull
 from sglang_rollout.wire.ports import BASE_HEADER
@@ -292,6 +292,21 @@ async def test_a_cancelled_copy_leaves_no_process(pods: list[Pod], tmp_path: Pat
     (faults / "hang").unlink()
     assert await pull_into(copy, stage_request([store])) == end
     assert (read_data(copy), store.pieces_given) == (data, 0)
+
+
+@pytest.mark.usefixtures("faults")
+async def test_a_process_that_does_not_end_holds_up_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """The kernel ends a process in a call of a driver only after this call."""
+    monkeypatch.setattr(mooncake, "_KILL_SECONDS", 0.1)
+    child = await MooncakeProcess.start("127.0.0.1")
+    with monkeypatch.context() as patch:
+        patch.setattr(type(child._process), "kill", lambda _: None)
+        async with asyncio.timeout(5):
+            await child.kill()
+    assert not child.is_alive
+    assert "has not ended" in caplog.text
+    child._process.kill()
+    await child._process.wait()
 
 
 async def test_wrong_bytes_of_the_parent_itself_are_refused(pods: list[Pod], tmp_path: Path, faults: Path) -> None:
