@@ -16,6 +16,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -24,6 +25,7 @@ from pydantic import ValidationError
 
 from sglang_rollout.staging.copies import Copies, Copy
 from sglang_rollout.staging.files import finish
+from sglang_rollout.staging.index import Index, StagedError
 from sglang_rollout.staging.piece_reader import BrokenAnswerError, Origin, PieceReader, Received, RefusedPieceError, Target
 from sglang_rollout.wire.ports import MOONCAKE_PORTS
 from sglang_rollout.wire.reasons import Refusal, RefusalCode, RefusedError, end_sentence
@@ -73,7 +75,7 @@ class MooncakeProcess:
     def __init__(self, process: asyncio.subprocess.Process, host: str, transport: str) -> None:
         self._process = process
         self._is_killed = False
-        self._host = host
+        self.host = host
         self.transport = transport
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._commands = 0
@@ -99,7 +101,7 @@ class MooncakeProcess:
     @property
     def segment(self) -> str:
         """Name of the child for the Mooncake of other pods."""
-        return f"[{self._host}]:{self._port}" if ":" in self._host else f"{self._host}:{self._port}"
+        return f"[{self.host}]:{self._port}" if ":" in self.host else f"{self.host}:{self._port}"
 
     async def ask(self, action: str, **fields: Any) -> dict[str, Any]:
         """Send a command and return its answer. After an error or a cancellation the child has ended, so that it writes nothing more.
@@ -180,7 +182,8 @@ class SharedMemory:
     def __init__(self, copies: Copies) -> None:
         self._copies = copies
         self._child: MooncakeProcess | None = None
-        self._addresses: WeakKeyDictionary[Copy, dict[int, int]] = WeakKeyDictionary()
+        self._addresses: WeakKeyDictionary[Index, dict[int, int]] = WeakKeyDictionary()
+        """Addresses of shards, by the index of their copy: a copy that starts again has another one."""
         self._lock = asyncio.Lock()
         self._problem = ""
         """Why no child starts."""
@@ -188,13 +191,17 @@ class SharedMemory:
     async def locate(self, copy: Copy, shard: int, host: str) -> ShardMemory:
         """Return where a shard is; ``host`` is the address of this pod for the caller. Raises RefusedError."""
         async with self._lock:
-            if self._copies.get(copy.update) is not copy or shard >= len(copy.index.shards):
-                raise RefusedError(Refusal(RefusalCode.NOT_FOUND, f"Update {copy.update} has no shard {shard} in memory here."))
+            index = copy.index
+            if self._copies.get(copy.update) is not copy or shard >= len(index.shards):
+                raise _absent(copy, shard)
             try:
                 child = await self._start(host)
-                return ShardMemory(segment=child.segment, transport=child.transport, address=await self._share(child, copy, shard))
-            except MooncakeError as error:
+                address = await self._share(child, copy, shard)
+            except (MooncakeError, StagedError) as error:
                 raise RefusedError(Refusal(RefusalCode.UNAVAILABLE, str(error))) from error
+            if not address or copy.is_deleted or copy.index is not index:
+                raise _absent(copy, shard)
+            return ShardMemory(segment=child.segment, transport=child.transport, address=address)
 
     async def close(self) -> None:
         """End the child."""
@@ -203,31 +210,43 @@ class SharedMemory:
                 await self._child.kill()
 
     async def _start(self, host: str) -> MooncakeProcess:
+        """Return the child that callers of ``host`` reach. If callers over loopback came first, the first other caller gets a new child."""
         if self._problem:
             raise MooncakeError(self._problem)
-        if self._child is None or not self._child.is_alive:
-            self._addresses.clear()  # what an earlier child shared ended with it
-            try:
-                self._child = await MooncakeProcess.start(host)
-            except MooncakeError as error:
-                self._problem = str(error)
-                log.warning("No versions are shared with Mooncake until this process starts again: %s", error)
-                raise
-        return self._child
+        child, is_local = self._child, _is_loopback(host)
+        if child is not None and child.is_alive:
+            if is_local or not _is_loopback(child.host):
+                return child
+            await child.kill()
+        self._addresses.clear()  # what an earlier child shared ended with it
+        try:
+            child = self._child = await MooncakeProcess.start(host)
+        except MooncakeError as error:
+            self._problem = str(error)
+            log.warning("No versions are shared with Mooncake until this process starts again: %s", error)
+            raise
+        return child
 
     async def _share(self, child: MooncakeProcess, copy: Copy, shard: int) -> int:
-        known = self._addresses.get(copy)
+        """Return the address of a shard; 0 if its file was deleted meanwhile."""
+        index = copy.index
+        known = self._addresses.get(index)
         if known is None:
-            known = self._addresses[copy] = {}
-            copy.before_removal.append(lambda: self._forget(copy))
+            known = self._addresses[index] = {}
+            copy.before_removal.append(partial(self._forget, index))
         if shard not in known:
-            known[shard] = int((await child.ask("share", path=str(copy.shard_path(shard))))["address"])
+            if child.transport == "rdma" and not copy.is_complete:
+                await copy.allocate(shard)  # the device takes the memory of the whole file
+            address = int((await child.ask("share", path=str(copy.shard_path(shard))))["address"])
+            if not address:
+                return 0
+            known[shard] = address
         return known[shard]
 
-    async def _forget(self, copy: Copy) -> None:
+    async def _forget(self, index: Index) -> None:
         """End the maps of a copy's files."""
         async with self._lock:
-            for address in self._addresses.pop(copy, {}).values():
+            for address in self._addresses.pop(index, {}).values():
                 if self._child is None or not self._child.is_alive:
                     return
                 try:
@@ -235,6 +254,17 @@ class SharedMemory:
                 except MooncakeError as error:  # the maps ended with the child
                     log.warning("Versions are shared with a new process of Mooncake: %s", error)
                     return
+
+
+def _absent(copy: Copy, shard: int) -> RefusedError:
+    return RefusedError(Refusal(RefusalCode.NOT_FOUND, f"Update {copy.update} has no shard {shard} in memory here."))
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        raise MooncakeError("The address at which this pod was called is not known.") from None
 
 
 @asynccontextmanager

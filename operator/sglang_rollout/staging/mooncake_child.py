@@ -47,10 +47,13 @@ class Memory:
         self.port = int(self._engine.get_rpc_port())
 
     def share(self, path: str) -> dict[str, int]:
-        """Map a file and register it, and return its address."""
+        """Map a file and register it, and return its address; 0 for a file that was deleted."""
         # Mooncake asks a device for RDMA for write access to all memory, which fails with a map that is read-only.
         can_write = self._transport == _RDMA
-        descriptor = os.open(path, os.O_RDWR if can_write else os.O_RDONLY)
+        try:
+            descriptor = os.open(path, os.O_RDWR if can_write else os.O_RDONLY)
+        except FileNotFoundError:
+            return {"address": 0}
         try:
             size = os.fstat(descriptor).st_size
             address = _map(descriptor, size, mmap.PROT_READ | (mmap.PROT_WRITE if can_write else 0))

@@ -1,4 +1,4 @@
-"""Pieces that move with Mooncake Transfer Engine: the same copies as over HTTP, HTTP after every error, and no map of a deleted file.
+"""Pieces that move with Mooncake Transfer Engine: the same copies as over HTTP, and HTTP after every error.
 
 The tests run with a stand-in for the library, which reads the memory of other processes, and with the library itself if it is installed.
 """
@@ -6,9 +6,7 @@ The tests run with a stand-in for the library, which reads the memory of other p
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import logging
-import os
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -26,7 +24,7 @@ from sglang_rollout.staging.piece_reader import PieceReader
 from sglang_rollout.staging.pull import pull
 from sglang_rollout.wire.ports import BASE_HEADER
 from sglang_rollout.wire.staged import StageRequest, VersionEnd
-from tests.contract.support.staging_pods import Handler, Pod, get, mooncake_processes, run_pod, stage_request, until, use_stand_in_mooncake
+from tests.contract.support.staging_pods import Handler, Pod, has_mooncake, mooncake_processes, run_pod, stage_request, until
 from tests.support.staged import (
     LIMIT,
     PIECE,
@@ -54,28 +52,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MC_FORCE_TCP", "1")
 
 
-def has_library() -> bool:
-    return importlib.util.find_spec("mooncake") is not None
-
-
-@pytest.fixture
-def faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Use the stand-in. A file in the returned folder makes it fail."""
-    folder = tmp_path / "faults"
-    folder.mkdir()
-    monkeypatch.setenv("MOONCAKE_FAULTS", str(folder))
-    use_stand_in_mooncake(monkeypatch, tmp_path)
-    return folder
-
-
-@pytest.fixture(params=["stand-in", "library"])
-def library(request: pytest.FixtureRequest) -> None:
-    if request.param == "stand-in":
-        request.getfixturevalue("faults")
-    elif not has_library():
-        pytest.skip("Mooncake Transfer Engine is not installed")
-
-
 @pytest.fixture
 async def pods(tmp_path: Path) -> AsyncIterator[list[Pod]]:
     """A peer, and the store. Both share their memory."""
@@ -91,16 +67,6 @@ def data() -> list[bytes]:
 async def pull_into(copy: Copy, request: StageRequest, reader: type[PieceReader] = MooncakeReader, base: Copy | None = None) -> VersionEnd:
     async with aiohttp.ClientSession() as session:
         return await pull(session, request, copy, base, open_reader=reader)
-
-
-def maps_of(folder: Path) -> list[str]:
-    """Return the maps of this process's children of files in a folder."""
-    found: list[str] = []
-    for child in Path(f"/proc/{os.getpid()}/task").glob("*/children"):
-        for process in child.read_text().split():
-            maps = Path(f"/proc/{process}/maps")
-            found += [line for line in maps.read_text().splitlines() if str(folder) in line] if maps.exists() else []
-    return found
 
 
 # Both readers give the same copy
@@ -125,42 +91,6 @@ async def test_a_version_is_copied_while_it_arrives(pods: list[Pod], tmp_path: P
     assert read_data(last) == read_data(peer.copy) == data
     over_http = PIECES if reader is PieceReader else 0
     assert (peer.pieces_given, store.pieces_given) == (over_http, over_http)
-
-
-@pytest.mark.usefixtures("library")
-async def test_a_deleted_copy_is_no_longer_mapped(pods: list[Pod], tmp_path: Path, data: list[bytes]) -> None:
-    """A map would keep the memory of the deleted files."""
-    store = pods[1]
-    store.hold(SHARDS, data)
-    await pull_into(open_copy(tmp_path), stage_request([store]))
-    folder = store.copy.folder
-    assert len(maps_of(folder)) >= len(SHARDS) - 1
-    await store.copies.keep(set())
-    assert maps_of(folder.parent) == []
-    end = store.hold(SHARDS, data)
-    assert await pull_into(open_copy(tmp_path / "again"), stage_request([store])) == end
-    assert store.pieces_given == 0
-
-
-@pytest.mark.usefixtures("library")
-async def test_a_copy_that_is_started_again_is_read_again(pods: list[Pod], tmp_path: Path, data: list[bytes]) -> None:
-    store, other = pods[1], random_version(SHARDS)
-    store.hold(SHARDS, data)
-    await pull_into(open_copy(tmp_path), stage_request([store]))
-    await store.copy.reset()
-    assert maps_of(store.copy.folder.parent) == []
-    end, copy = store.hold(SHARDS, other), open_copy(tmp_path / "again")
-    assert await pull_into(copy, stage_request([store])) == end
-    assert (read_data(copy), store.pieces_given) == (other, 0)
-
-
-@pytest.mark.usefixtures("library")
-async def test_other_pods_cannot_write_to_a_copy(pods: list[Pod], tmp_path: Path, data: list[bytes]) -> None:
-    """A pod that reaches the ports of Mooncake may ask it to write, but over TCP the maps are read-only."""
-    store = pods[1]
-    store.hold(SHARDS, data)
-    await pull_into(open_copy(tmp_path), stage_request([store]))
-    assert {line.split()[1] for line in maps_of(store.copy.folder)} == {"r--s"}
 
 
 @pytest.mark.parametrize("is_damaged", [False, True])
@@ -223,7 +153,7 @@ async def test_after_an_error_the_pieces_come_over_http(
 async def test_a_machine_without_the_library_uses_http(
     pods: list[Pod], tmp_path: Path, data: list[bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
-    if has_library():
+    if has_mooncake():
         pytest.skip("Mooncake Transfer Engine is installed")
     store = pods[1]
     end = store.hold(SHARDS, data)
@@ -264,21 +194,6 @@ async def test_a_parent_with_another_transport_sends_over_http(
     assert store.pieces_given == PIECES
 
 
-@pytest.mark.usefixtures("faults")
-async def test_the_sharing_process_may_be_killed(pods: list[Pod], tmp_path: Path, data: list[bytes]) -> None:
-    """The next copy asks for it, so it is started again."""
-    store = pods[1]
-    end = store.hold(SHARDS, data)
-    await pull_into(open_copy(tmp_path), stage_request([store]))
-    assert store.memory is not None
-    child = store.memory._child
-    assert child is not None
-    await child.kill()
-    copy = open_copy(tmp_path / "again")
-    assert await pull_into(copy, stage_request([store])) == end
-    assert (read_data(copy), store.pieces_given) == (data, 0)
-
-
 async def test_a_cancelled_copy_leaves_no_process(pods: list[Pod], tmp_path: Path, data: list[bytes], faults: Path) -> None:
     """A process that continues would write into a file that another parent fills meanwhile."""
     store, copy = pods[1], open_copy(tmp_path)
@@ -294,6 +209,18 @@ async def test_a_cancelled_copy_leaves_no_process(pods: list[Pod], tmp_path: Pat
     assert (read_data(copy), store.pieces_given) == (data, 0)
 
 
+async def test_wrong_bytes_of_the_parent_itself_are_refused(pods: list[Pod], tmp_path: Path, faults: Path) -> None:
+    """Mooncake reads them, HTTP reads them again, and then the parent is given up."""
+    del faults
+    peer = pods[0]
+    added = shard(PIECE)
+    fill_shard(peer.copy, added, random_version([added])[0])
+    peer.copy.seal()
+    peer.copy.shard_path(0).write_bytes(bytes(peer.copy.file_sizes[0]))
+    with pytest.raises(StagedError, match="No parent gives the right bytes"):
+        await pull_into(open_copy(tmp_path), stage_request([peer]))
+
+
 @pytest.mark.usefixtures("faults")
 async def test_a_process_that_does_not_end_holds_up_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """The kernel ends a process in a call of a driver only after this call."""
@@ -307,32 +234,6 @@ async def test_a_process_that_does_not_end_holds_up_nothing(monkeypatch: pytest.
     assert "has not ended" in caplog.text
     child._process.kill()
     await child._process.wait()
-
-
-async def test_wrong_bytes_of_the_parent_itself_are_refused(pods: list[Pod], tmp_path: Path, faults: Path) -> None:
-    """Mooncake reads them, HTTP reads them again, and then the parent is given up."""
-    del faults
-    peer = pods[0]
-    added = shard(PIECE)
-    fill_shard(peer.copy, added, random_version([added])[0])
-    peer.copy.seal()
-    peer.copy.shard_path(0).write_bytes(bytes(peer.copy.file_sizes[0]))
-    with pytest.raises(StagedError, match="No parent gives the right bytes"):
-        await pull_into(open_copy(tmp_path), stage_request([peer]))
-
-
-# The route
-
-
-@pytest.mark.usefixtures("faults")
-async def test_the_place_of_a_shard_needs_a_ticket(pods: list[Pod], data: list[bytes]) -> None:
-    store = pods[1]
-    store.hold(SHARDS, data)
-    assert (await get(store.url, f"/{update_id()}/memory/0", ticket="wrong"))[0] == 403
-    assert (await get(store.url, f"/{update_id()}/memory/{len(SHARDS)}"))[0] == 404
-    assert (await get(store.url, f"/{update_id(1)}/memory/0"))[0] == 404
-    status, body, _ = await get(store.url, f"/{update_id()}/memory/0")
-    assert (status, b'"segment": "127.0.0.1:' in body) == (200, True)
 
 
 @pytest.mark.usefixtures("faults")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -13,9 +14,10 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from sglang_rollout.staging import mooncake as staging_mooncake
 from sglang_rollout.staging.bandwidth import Bandwidth
 from sglang_rollout.staging.copies import Copies, Copy
-from sglang_rollout.staging.mooncake import SharedMemory
+from sglang_rollout.staging.mooncake import MooncakeProcess, SharedMemory
 from sglang_rollout.staging.pull import pull
 from sglang_rollout.staging.serve import staging_routes
 from sglang_rollout.wire.ports import STAGED, TICKET_HEADER
@@ -50,6 +52,13 @@ class Pod:
     @property
     def pieces_given(self) -> int:
         return sum("/pieces/" in path for path in self.asked)
+
+    @property
+    def sharing(self) -> MooncakeProcess:
+        """The process that shares the copies with Mooncake."""
+        assert self.memory is not None
+        assert self.memory._child is not None
+        return self.memory._child
 
     def hold(self, shards: Sequence[Shard], data: Sequence[bytes]) -> VersionEnd:
         return fill(self.copy, shards, data).seal()
@@ -109,6 +118,18 @@ def use_stand_in_mooncake(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(STAND_IN_MOONCAKE), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv("MC_FORCE_TCP", "1")
     monkeypatch.setenv("TMPDIR", str(folder))
+
+
+def use_rdma(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Let this machine seem to have a device for RDMA."""
+    (folder / "uverbs0").touch()
+    monkeypatch.setattr(staging_mooncake, "_DEVICES", folder)
+    monkeypatch.delenv("MC_FORCE_TCP")
+
+
+def has_mooncake() -> bool:
+    """Return whether the library of Mooncake is installed."""
+    return importlib.util.find_spec("mooncake") is not None
 
 
 def mooncake_processes(folder: Path) -> int:
