@@ -11,9 +11,11 @@ import asyncio
 import ipaddress
 import json
 import logging
+import math
 import os
 import socket
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -26,7 +28,7 @@ from pydantic import ValidationError
 from sglang_rollout.staging.copies import Copies, Copy
 from sglang_rollout.staging.files import finish
 from sglang_rollout.staging.index import Index, StagedError
-from sglang_rollout.staging.piece_reader import BrokenAnswerError, Origin, PieceReader, Received, RefusedPieceError, Target
+from sglang_rollout.staging.piece_reader import BrokenAnswerError, OpenReader, Origin, PieceReader, Received, RefusedPieceError, Target
 from sglang_rollout.wire.ports import MOONCAKE_PORTS
 from sglang_rollout.wire.reasons import Refusal, RefusalCode, RefusedError, end_sentence
 from sglang_rollout.wire.staged import ShardMemory
@@ -34,13 +36,18 @@ from sglang_rollout.wire.staged import ShardMemory
 log = logging.getLogger(__name__)
 
 _MODULE = "sglang_rollout.staging.mooncake_child"
-_START_SECONDS = 30.0
+_START_SECONDS = 20.0
+_LOCATE_SECONDS = 25.0
+"""Deadline of a parent's answer where a shard is; later than that of the start, which the first answer may need."""
 _TRANSFER_SECONDS = 15
 """Time after which Mooncake itself gives up one transfer."""
 _CALL_SECONDS = 20.0
 """Deadline of one command; later than that of a transfer, whose error is clearer."""
 _KILL_SECONDS = 5.0
 """Time for a killed process to end. It lasts as long as a call of a driver, and releases up to all shared memory."""
+_COSTLY_SECONDS = 2.0
+_RETRY_SECONDS = 600.0
+"""Time for which a parent is read over HTTP after a failure that took ``_COSTLY_SECONDS``, because each version would take them again."""
 _DEVICES = Path("/dev/infiniband")
 
 
@@ -278,15 +285,43 @@ async def share_memory(copies: Copies, *, wanted: bool) -> AsyncIterator[SharedM
             await memory.close()
 
 
-class MooncakeReader(PieceReader):
-    """Reads whole pieces from the memory of one parent. After an error it reads the same piece, and all later ones, over HTTP."""
+class FailedParents:
+    """Parents whose pieces come over HTTP for some time, because Mooncake has failed."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self) -> None:
+        self._failed_at: dict[str, float] = {}
+
+    def __contains__(self, parent: str) -> bool:
+        return time.monotonic() - self._failed_at.get(parent, -math.inf) < _RETRY_SECONDS
+
+    def add(self, parent: str) -> None:
+        """Add a parent for some time."""
+        self._failed_at = {known: at for known, at in self._failed_at.items() if known in self} | {parent: time.monotonic()}
+
+
+def mooncake_readers() -> OpenReader:
+    """Return what opens a :class:`MooncakeReader`. All of these readers know which parents have failed."""
+    return partial(MooncakeReader, failed=FailedParents())
+
+
+class MooncakeReader(PieceReader):
+    """Reads whole pieces from the memory of one parent. After an error it reads the same piece, and all later ones, over HTTP.
+
+    Args:
+        parent: URL of the parent's data port.
+        args: Further arguments of :class:`PieceReader`.
+        failed: Parents that are read over HTTP. The parent is added after a failure that took some time.
+        options: Further arguments of :class:`PieceReader`.
+    """
+
+    def __init__(self, parent: str, *args: Any, failed: FailedParents | None = None, **options: Any) -> None:
+        super().__init__(parent, *args, **options)
         self._child: MooncakeProcess | None = None
         self._located: dict[int, ShardMemory] = {}
         self._lock = asyncio.Lock()
-        self._has_failed = False
+        self._bytes = 0
+        self._failed = failed or FailedParents()
+        self._has_failed = parent in self._failed
 
     async def read(self, path: str, target: Target, origin: Origin | None = None) -> Received:
         """Write a piece to its file, by its difference if the parent has it. Takes and raises what :class:`PieceReader` does."""
@@ -294,9 +329,12 @@ class MooncakeReader(PieceReader):
             return await super().read(path, target, origin)
         if origin is not None and (found := await self.read_difference(path, target, origin)) is not None:
             return found
+        started = time.monotonic()
         try:
             return Received(await self._read_memory(path, target))
         except (MooncakeError, RefusedPieceError, BrokenAnswerError, ValidationError, OSError) as error:
+            if time.monotonic() - started >= _COSTLY_SECONDS:
+                self._failed.add(self.parent)
             if not self._has_failed:
                 self._has_failed = True
                 why = str(error).splitlines()[0]
@@ -308,6 +346,8 @@ class MooncakeReader(PieceReader):
     def close(self) -> None:
         """Close all connections, and end the child. No call may be in progress."""
         if self._child is not None:
+            if self._bytes:
+                log.info("%d bytes came from %s:%d with Mooncake over %s.", self._bytes, self._host, self._port, self._child.transport)
             self._child.end()
         super().close()
 
@@ -329,10 +369,12 @@ class MooncakeReader(PieceReader):
         if digest != piece.digest:
             raise MooncakeError(f"Piece {piece.piece} of shard {piece.shard} has other bytes than announced.")
         target.on_bytes(target.size)
+        self._bytes += target.size
         return digest
 
     async def _locate(self, path: str, shard: int) -> ShardMemory:
-        return ShardMemory.model_validate_json(await self.fetch(f"{path.partition('/pieces/')[0]}/memory/{shard}"))
+        path = f"{path.partition('/pieces/')[0]}/memory/{shard}"
+        return ShardMemory.model_validate_json(await self.fetch(path, _LOCATE_SECONDS))
 
 
 async def _own_address(segment: str) -> str:

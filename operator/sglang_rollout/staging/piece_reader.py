@@ -167,25 +167,29 @@ class PieceReader:
 
         return await self._ask(f"{path}?only=difference", {BASE_HEADER: origin.version}, receive)
 
-    async def fetch(self, path: str) -> bytes:
-        """Return the bytes of a small answer. Raises RefusedPieceError and BrokenAnswerError."""
-        return await self._ask(path, {}, lambda answer, _pace: answer.read(_MAX_SMALL_BYTES))
+    async def fetch(self, path: str, seconds: float) -> bytes:
+        """Return the bytes of a small answer, which may begin after some seconds. Raises RefusedPieceError and BrokenAnswerError."""
+        return await self._ask(path, {}, lambda answer, _pace: answer.read(_MAX_SMALL_BYTES), seconds)
 
-    async def _ask(self, path: str, asked: Mapping[str, str], receive: Callable[[HTTPResponse, _Pace], _Answer]) -> _Answer:
+    async def _ask(
+        self, path: str, asked: Mapping[str, str], receive: Callable[[HTTPResponse, _Pace], _Answer], seconds: float | None = None
+    ) -> _Answer:
         """Send a request in a thread, and receive its answer there.
 
         Args:
             path: Path of the request.
             asked: Headers of this request besides those of each.
             receive: Reads the body of the answer.
+            seconds: Time without a byte after which the answer has broken off; None: that of the reader.
         """
+        seconds = seconds or self._read_seconds
         pace = _Pace(self._bandwidth, threading.Event())
         while True:
             is_used = bool(self._idle)
             connection = self._idle.pop() if is_used else await self._connect()
             try:
                 found = await finish_in_thread(
-                    partial(self._read, connection, path, asked, lambda answer: receive(answer, pace)),
+                    partial(self._read, connection, path, asked, lambda answer: receive(answer, pace), seconds),
                     executor=self._threads,
                     on_cancel=partial(_shut_down, connection, pace),
                 )
@@ -229,18 +233,27 @@ class PieceReader:
             raise BrokenAnswerError(describe_unreachable(None)) from None
         except OSError as error:
             raise BrokenAnswerError(describe_unreachable(error)) from error
-        connected.settimeout(self._read_seconds)
-        connection = HTTPConnection(self._host, self._port, timeout=self._read_seconds)
+        connection = HTTPConnection(self._host, self._port)
         connection.sock = connected
         return connection
 
-    def _read(self, connection: HTTPConnection, path: str, asked: Mapping[str, str], receive: Callable[[HTTPResponse], _Answer]) -> _Answer:
+    def _read(
+        self,
+        connection: HTTPConnection,
+        path: str,
+        asked: Mapping[str, str],
+        receive: Callable[[HTTPResponse], _Answer],
+        seconds: float,
+    ) -> _Answer:
         """Send a request and read its answer. Runs in a thread."""
         try:
+            connection.timeout = seconds
+            if connection.sock is not None:
+                connection.sock.settimeout(seconds)
             connection.request("GET", path, headers={**self._headers, **asked})
             answer = connection.getresponse()
         except TimeoutError:
-            raise BrokenAnswerError(describe_silence(self._read_seconds)) from None
+            raise BrokenAnswerError(describe_silence(seconds)) from None
         except (OSError, HTTPException) as error:
             raise _UnansweredError(f"the answer broke off ({type(error).__name__}: {error})") from error
         try:
@@ -249,9 +262,13 @@ class PieceReader:
             with self._bandwidth.transfer():
                 return receive(answer)
         except TimeoutError:
-            raise BrokenAnswerError(describe_silence(self._read_seconds)) from None
+            raise BrokenAnswerError(describe_silence(seconds)) from None
         except (OSError, HTTPException) as error:
             raise BrokenAnswerError(f"the answer broke off ({type(error).__name__}: {error})") from error
+
+
+OpenReader = Callable[..., PieceReader]
+"""Opens a reader; takes what :class:`PieceReader` takes."""
 
 
 class _UnansweredError(Exception):

@@ -20,6 +20,7 @@ from sglang_rollout.staging.copies import Copy
 from sglang_rollout.staging.index import Index, StagedError, StagedFault
 from sglang_rollout.staging.piece_reader import (
     BrokenAnswerError,
+    OpenReader,
     Origin,
     PieceReader,
     RefusedPieceError,
@@ -56,7 +57,7 @@ async def pull(
     *,
     receiving: Bandwidth | None = None,
     patience: float = math.inf,
-    open_reader: type[PieceReader] = PieceReader,
+    open_reader: OpenReader = PieceReader,
 ) -> VersionEnd:
     """Complete a copy, and return its end. A copy that is complete already is checked against ``request.digest``.
 
@@ -119,7 +120,7 @@ class _Pull:
         base: Copy | None,
         receiving: Bandwidth,
         patience: float,
-        open_reader: type[PieceReader],
+        open_reader: OpenReader,
     ) -> None:
         self._session = session
         self._request = request

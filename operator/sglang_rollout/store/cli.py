@@ -21,7 +21,7 @@ from sglang_rollout.proxy.listen import listen as listen_at
 from sglang_rollout.staging.bandwidth import Bandwidth
 from sglang_rollout.staging.copies import Copies
 from sglang_rollout.staging.index import StagedError
-from sglang_rollout.staging.mooncake import MooncakeReader, SharedMemory
+from sglang_rollout.staging.mooncake import SharedMemory, mooncake_readers
 from sglang_rollout.staging.piece_reader import PieceReader
 from sglang_rollout.staging.serve import staging_routes
 from sglang_rollout.store.app import make_control_app, make_data_app, make_metrics_app
@@ -180,7 +180,7 @@ async def _serve(settings: Settings, session: aiohttp.ClientSession, stop: async
     copies = Copies(settings.volume, settings.state_dir)
     receivers = Receivers()
     snapshots = Snapshots(settings.snapshots) if settings.snapshots is not None else None
-    reader = MooncakeReader if settings.mooncake else PieceReader
+    reader = mooncake_readers() if settings.mooncake else PieceReader
     store = Store(copies, receivers, session, snapshots, Bandwidth(settings.bandwidth_limit), open_reader=reader)
     memory = SharedMemory(copies) if settings.mooncake else None
     routes = staging_routes(store, Bandwidth(settings.bandwidth_limit), memory)

@@ -16,7 +16,7 @@ from sglang_rollout.checkpoints.snapshots import lock_snapshot
 from sglang_rollout.staging.bandwidth import Bandwidth
 from sglang_rollout.staging.copies import Copies, Copy
 from sglang_rollout.staging.index import StagedError, StagedFault
-from sglang_rollout.staging.piece_reader import PieceReader
+from sglang_rollout.staging.piece_reader import OpenReader
 from sglang_rollout.staging.pull import pull
 from sglang_rollout.staging.snapshots import load_pieces
 from sglang_rollout.wire.staged import StageRequest, VersionEnd
@@ -41,7 +41,7 @@ class Fetcher:
         open_reader: How pieces are read from the agents.
     """
 
-    def __init__(self, copies: Copies, session: aiohttp.ClientSession, receiving: Bandwidth, open_reader: type[PieceReader]) -> None:
+    def __init__(self, copies: Copies, session: aiohttp.ClientSession, receiving: Bandwidth, open_reader: OpenReader) -> None:
         self._copies = copies
         self._session = session
         self._receiving = receiving

@@ -17,7 +17,7 @@ import aiohttp
 from sglang_rollout.staging.bandwidth import Bandwidth
 from sglang_rollout.staging.copies import Copies, Copy
 from sglang_rollout.staging.index import StagedError, StagedFault, piece_count, tensor_bytes
-from sglang_rollout.staging.piece_reader import PieceReader
+from sglang_rollout.staging.piece_reader import OpenReader, PieceReader
 from sglang_rollout.store.fetch import Fetcher
 from sglang_rollout.store.receivers import ReceiverError, Receivers
 from sglang_rollout.store.snapshots import Snapshots
@@ -69,7 +69,7 @@ class Store:
         snapshots: Snapshots | None,
         receiving: Bandwidth,
         *,
-        open_reader: type[PieceReader] = PieceReader,
+        open_reader: OpenReader = PieceReader,
     ) -> None:
         self._copies = copies
         self._receivers = receivers

@@ -14,7 +14,7 @@ from sglang_rollout.agent.staged.saved import SavedVersions
 from sglang_rollout.staging.bandwidth import Bandwidth
 from sglang_rollout.staging.copies import Copies, Copy
 from sglang_rollout.staging.index import StagedError, StagedFault
-from sglang_rollout.staging.mooncake import MooncakeReader
+from sglang_rollout.staging.mooncake import mooncake_readers
 from sglang_rollout.staging.piece_reader import PieceReader
 from sglang_rollout.staging.pull import pull
 from sglang_rollout.wire.reasons import Refusal, RefusalCode, RefusedError
@@ -74,7 +74,7 @@ class Stager:
         *,
         mooncake: bool = False,
     ) -> None:
-        self._open_reader = MooncakeReader if mooncake else PieceReader
+        self._open_reader = mooncake_readers() if mooncake else PieceReader
         self._copies = copies
         self._saved = saved
         self._session = session

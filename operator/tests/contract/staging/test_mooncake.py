@@ -16,11 +16,12 @@ import pytest
 from aiohttp import web
 
 from sglang_rollout.staging import mooncake
+from sglang_rollout.staging import pull as pulling
 from sglang_rollout.staging.copies import DIFFERENCES, Copy
 from sglang_rollout.staging.differences import encode
 from sglang_rollout.staging.index import StagedError
-from sglang_rollout.staging.mooncake import MooncakeProcess, MooncakeReader
-from sglang_rollout.staging.piece_reader import PieceReader
+from sglang_rollout.staging.mooncake import MooncakeProcess, MooncakeReader, mooncake_readers
+from sglang_rollout.staging.piece_reader import OpenReader, PieceReader
 from sglang_rollout.staging.pull import pull
 from sglang_rollout.wire.ports import BASE_HEADER
 from sglang_rollout.wire.staged import StageRequest, VersionEnd
@@ -64,7 +65,7 @@ def data() -> list[bytes]:
     return random_version(SHARDS)
 
 
-async def pull_into(copy: Copy, request: StageRequest, reader: type[PieceReader] = MooncakeReader, base: Copy | None = None) -> VersionEnd:
+async def pull_into(copy: Copy, request: StageRequest, reader: OpenReader = MooncakeReader, base: Copy | None = None) -> VersionEnd:
     async with aiohttp.ClientSession() as session:
         return await pull(session, request, copy, base, open_reader=reader)
 
@@ -74,7 +75,10 @@ async def pull_into(copy: Copy, request: StageRequest, reader: type[PieceReader]
 
 @pytest.mark.parametrize("reader", [PieceReader, MooncakeReader])
 @pytest.mark.usefixtures("library")
-async def test_a_version_is_copied_while_it_arrives(pods: list[Pod], tmp_path: Path, data: list[bytes], reader: type[PieceReader]) -> None:
+async def test_a_version_is_copied_while_it_arrives(
+    pods: list[Pod], tmp_path: Path, data: list[bytes], reader: type[PieceReader], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     peer, store = pods
     last = open_copy(tmp_path)
     calls = [pull_into(peer.copy, stage_request([store]), reader), pull_into(last, stage_request([peer, store]), reader)]
@@ -91,6 +95,9 @@ async def test_a_version_is_copied_while_it_arrives(pods: list[Pod], tmp_path: P
     assert read_data(last) == read_data(peer.copy) == data
     over_http = PIECES if reader is PieceReader else 0
     assert (peer.pieces_given, store.pieces_given) == (over_http, over_http)
+    lines = [line for line in caplog.messages if "with Mooncake over tcp" in line]
+    expected = [f"{end.bytes} bytes came from 127.0.0.1:{pod.url.rpartition(':')[2]} with Mooncake over tcp." for pod in pods]
+    assert sorted(lines) == (sorted(expected) if reader is MooncakeReader else [])
 
 
 @pytest.mark.parametrize("is_damaged", [False, True])
@@ -219,6 +226,56 @@ async def test_wrong_bytes_of_the_parent_itself_are_refused(pods: list[Pod], tmp
     peer.copy.shard_path(0).write_bytes(bytes(peer.copy.file_sizes[0]))
     with pytest.raises(StagedError, match="No parent gives the right bytes"):
         await pull_into(open_copy(tmp_path), stage_request([peer]))
+
+
+async def test_a_parent_that_failed_is_read_over_http_for_some_time(
+    pods: list[Pod], tmp_path: Path, data: list[bytes], faults: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise each version waits again for the same parent."""
+    monkeypatch.setattr(mooncake, "_CALL_SECONDS", 0.5)
+    monkeypatch.setattr(mooncake, "_COSTLY_SECONDS", 0.3)
+    store, readers = pods[1], mooncake_readers()
+    store.hold(SHARDS, data)
+    (faults / "hang").touch()
+    await pull_into(open_copy(tmp_path / "1"), stage_request([store]), readers)
+    (faults / "hang").unlink()
+    store.asked.clear()
+    await pull_into(open_copy(tmp_path / "2"), stage_request([store]), readers)
+    assert (store.pieces_given, any("/memory/" in path for path in store.asked)) == (PIECES, False)
+    monkeypatch.setattr(mooncake, "_RETRY_SECONDS", 0.0)
+    store.asked.clear()
+    await pull_into(open_copy(tmp_path / "3"), stage_request([store]), readers)
+    assert store.pieces_given == 0
+
+
+async def test_a_failure_that_takes_no_time_is_not_remembered(
+    pods: list[Pod], tmp_path: Path, data: list[bytes], faults: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A parent that deletes a version meanwhile has no such failure with the next version."""
+    monkeypatch.setattr(mooncake, "_COSTLY_SECONDS", 20.0)
+    store, readers = pods[1], mooncake_readers()
+    store.hold(SHARDS, data)
+    (faults / "crash").touch()
+    await pull_into(open_copy(tmp_path / "1"), stage_request([store]), readers)
+    (faults / "crash").unlink()
+    store.asked.clear()
+    await pull_into(open_copy(tmp_path / "2"), stage_request([store]), readers)
+    assert store.pieces_given == 0
+
+
+@pytest.mark.usefixtures("faults")
+async def test_a_parent_has_time_to_start_mooncake(tmp_path: Path, data: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pulling, "_FIRST_SILENCE_SECONDS", 0.2)
+
+    async def start_slowly(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if "/memory/" in request.path:
+            await asyncio.sleep(0.5)
+        return await handler(request)
+
+    async with run_pod(tmp_path / "store", start_slowly, mooncake=True) as store:
+        end = store.hold(SHARDS, data)
+        assert await pull_into(open_copy(tmp_path), stage_request([store])) == end
+        assert store.pieces_given == 0
 
 
 @pytest.mark.usefixtures("faults")

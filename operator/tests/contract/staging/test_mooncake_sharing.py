@@ -14,7 +14,7 @@ import pytest
 
 from sglang_rollout.staging.copies import Copy
 from sglang_rollout.staging.mooncake import MooncakeProcess, MooncakeReader, SharedMemory
-from sglang_rollout.staging.piece_reader import PieceReader
+from sglang_rollout.staging.piece_reader import OpenReader
 from sglang_rollout.staging.pull import pull
 from sglang_rollout.wire.reasons import RefusedError
 from sglang_rollout.wire.staged import StageRequest, VersionEnd
@@ -54,7 +54,7 @@ def data() -> list[bytes]:
     return random_version(SHARDS)
 
 
-async def pull_into(copy: Copy, request: StageRequest, reader: type[PieceReader] = MooncakeReader, base: Copy | None = None) -> VersionEnd:
+async def pull_into(copy: Copy, request: StageRequest, reader: OpenReader = MooncakeReader, base: Copy | None = None) -> VersionEnd:
     async with aiohttp.ClientSession() as session:
         return await pull(session, request, copy, base, open_reader=reader)
 
