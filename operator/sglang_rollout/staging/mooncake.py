@@ -49,6 +49,8 @@ _COSTLY_SECONDS = 2.0
 _RETRY_SECONDS = 600.0
 """Time for which a parent is read over HTTP after a failure that took ``_COSTLY_SECONDS``, because each version would take them again."""
 _DEVICES = Path("/dev/infiniband")
+_FORCED = {"rdma": "MC_FORCE_HCA", "tcp": "MC_FORCE_TCP"}
+"""Variable of Mooncake that leaves it this transport alone."""
 
 
 class MooncakeError(Exception):
@@ -68,12 +70,18 @@ def find_transport() -> str:
     return "rdma"
 
 
-def _environment(host: str) -> dict[str, str]:
-    """Return the variables of a child. Mooncake takes its ports from a range, and has a switch for IPv6."""
+def _environment(host: str, transport: str) -> dict[str, str]:
+    """Return the variables of a child.
+
+    Mooncake chooses the transport by them and not by its argument: without a variable it uses TCP where it can use no device for RDMA, for
+    example because the library of the device's vendor is missing. With ``MC_FORCE_HCA`` it does not start then.
+    """
     first, last = MOONCAKE_PORTS
-    ports = {"MC_MIN_RPC_PORT": str(first), "MC_MAX_RPC_PORT": str(last), "MC_TRANSFER_TIMEOUT": str(_TRANSFER_SECONDS)}
+    ports = {"MC_MIN_RPC_PORT": str(first), "MC_MAX_RPC_PORT": str(last)}
+    inherited = {name: value for name, value in os.environ.items() if name not in _FORCED.values()}
     family = {"MC_USE_IPV6": "1"} if ":" in host else {}
-    return {**os.environ, "MC_LOG_LEVEL": "ERROR", **ports, **family}
+    limits = {"MC_LOG_LEVEL": "ERROR", "MC_TRANSFER_TIMEOUT": str(_TRANSFER_SECONDS)}
+    return {**ports, **inherited, **limits, **family, _FORCED[transport]: "1"}
 
 
 class MooncakeProcess:
@@ -94,7 +102,7 @@ class MooncakeProcess:
         """Start a child that other pods reach at ``host``, an IP address. Raises MooncakeError."""
         transport, pipe = find_transport(), asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", _MODULE, str(os.getpid()), host, transport, stdin=pipe, stdout=pipe, env=_environment(host)
+            sys.executable, "-m", _MODULE, str(os.getpid()), host, transport, stdin=pipe, stdout=pipe, env=_environment(host, transport)
         )
         child = cls(process, host, transport)
         child._port = int((await child._wait(0, "start", _START_SECONDS))["port"])

@@ -37,9 +37,11 @@ class Memory:
     """
 
     def __init__(self, host: str, transport: str) -> None:
-        from mooncake.engine import TransferEngine  # noqa: PLC0415 - the error of a missing library is an answer
+        from mooncake import engine  # noqa: PLC0415 - the error of a missing library is an answer
 
-        self._engine = TransferEngine()
+        if transport == _RDMA and getattr(engine, "SUPPORT_EFA", False):
+            raise OSError("This build of Mooncake is for EFA, and uses TCP in place of RDMA.")
+        self._engine = engine.TransferEngine()
         self._transport = transport
         self._shared: dict[int, int] = {}
         self._buffers: SimpleQueue[mmap.mmap] = SimpleQueue()

@@ -43,7 +43,8 @@ STAGING_PORT = 30031
 MOONCAKE_PORTS = (30040, 30063)
 """First and last port at which Mooncake Transfer Engine may listen. Each of its processes takes two of them by chance.
 
-A pod of a fleet with ``staging.protocol: Mooncake`` has up to three such processes, and ``sglang-rollout local`` shares the ports.
+A pod of a fleet with ``staging.protocol: Mooncake`` has up to three such processes. All processes of ``sglang-rollout local`` share the
+ports, so ``MC_MIN_RPC_PORT`` and ``MC_MAX_RPC_PORT`` in its environment replace them.
 """
 
 OPERATOR_METRICS_PORT = 8080

@@ -25,7 +25,7 @@ from sglang_rollout.staging.piece_reader import OpenReader, PieceReader
 from sglang_rollout.staging.pull import pull
 from sglang_rollout.wire.ports import BASE_HEADER
 from sglang_rollout.wire.staged import StageRequest, VersionEnd
-from tests.contract.support.staging_pods import Handler, Pod, has_mooncake, mooncake_processes, run_pod, stage_request, until
+from tests.contract.support.staging_pods import Handler, Pod, has_mooncake, mooncake_processes, run_pod, stage_request, until, use_rdma
 from tests.support.staged import (
     LIMIT,
     PIECE,
@@ -190,15 +190,44 @@ async def test_a_parent_without_mooncake_sends_over_http(tmp_path: Path, data: l
         assert store.pieces_given == PIECES
 
 
-@pytest.mark.usefixtures("faults")
 async def test_a_parent_with_another_transport_sends_over_http(
-    pods: list[Pod], tmp_path: Path, data: list[bytes], monkeypatch: pytest.MonkeyPatch
+    pods: list[Pod], tmp_path: Path, data: list[bytes], faults: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     store, transports = pods[1], iter(["rdma", "tcp"])
     end = store.hold(SHARDS, data)
+    (faults / "rdma").touch()
     monkeypatch.setattr(mooncake, "find_transport", lambda: next(transports))
     assert await pull_into(open_copy(tmp_path), stage_request([store])) == end
     assert store.pieces_given == PIECES
+    assert "The other pod uses rdma, and this one tcp." in caplog.text
+
+
+@pytest.mark.usefixtures("library")
+async def test_rdma_is_not_replaced_by_tcp(
+    pods: list[Pod], tmp_path: Path, data: list[bytes], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Mooncake uses TCP if it cannot use the device, for example without the library of its vendor. The maps would be writable."""
+    if any(Path("/sys/class/infiniband").glob("*")):
+        pytest.skip("this machine has a device for RDMA")
+    use_rdma(monkeypatch, tmp_path)
+    store = pods[1]
+    end = store.hold(SHARDS, data)
+    assert await pull_into(open_copy(tmp_path), stage_request([store])) == end
+    assert store.pieces_given == PIECES
+    assert "Mooncake could not start with rdma at 127.0.0.1" in caplog.text
+
+
+async def test_mooncake_for_efa_is_refused(
+    pods: list[Pod], tmp_path: Path, data: list[bytes], faults: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("rdma", "efa"):
+        (faults / name).touch()
+    use_rdma(monkeypatch, tmp_path)
+    store = pods[1]
+    end = store.hold(SHARDS, data)
+    assert await pull_into(open_copy(tmp_path), stage_request([store])) == end
+    assert store.pieces_given == PIECES
+    assert "This build of Mooncake is for EFA" in caplog.text
 
 
 async def test_a_cancelled_copy_leaves_no_process(pods: list[Pod], tmp_path: Path, data: list[bytes], faults: Path) -> None:

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import aiohttp
 import pytest
 
+from sglang_rollout.staging import mooncake
 from sglang_rollout.staging.copies import Copy
 from sglang_rollout.staging.mooncake import MooncakeProcess, MooncakeReader, SharedMemory
 from sglang_rollout.staging.piece_reader import OpenReader
@@ -210,3 +211,10 @@ async def test_the_place_of_a_shard_needs_a_ticket(pods: list[Pod], data: list[b
     assert (await get(store.url, f"/{update_id(1)}/memory/0"))[0] == 404
     status, body, _ = await get(store.url, f"/{update_id()}/memory/0")
     assert (status, b'"segment": "127.0.0.1:' in body) == (200, True)
+
+
+def test_the_ports_may_be_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All engines of ``sglang-rollout local`` share the ports."""
+    monkeypatch.setenv("MC_MIN_RPC_PORT", "20000")
+    variables = mooncake._environment("127.0.0.1", "tcp")
+    assert (variables["MC_MIN_RPC_PORT"], variables["MC_MAX_RPC_PORT"]) == ("20000", "30063")

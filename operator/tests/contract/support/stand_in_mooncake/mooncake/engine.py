@@ -1,6 +1,7 @@
 """Stand-in for Mooncake: reads the memory of another process of this machine. Files in ``MOONCAKE_FAULTS`` make calls fail.
 
-As the library does over TCP, it refuses addresses that the other process has not registered.
+As the library does, it refuses addresses that the other process has not registered. And it chooses the transport by its variables and not
+by an argument. It has a device for RDMA if there is a file ``rdma``.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ def _has_fault(name: str) -> bool:
     return (Path(os.environ.get("MOONCAKE_FAULTS", "/nonexistent")) / name).exists()
 
 
+SUPPORT_EFA = _has_fault("efa")
+
+
 class TransferEngine:
     """The calls that the project makes. Its port is the ID of its process."""
 
@@ -30,7 +34,8 @@ class TransferEngine:
         self._lock = threading.Lock()
 
     def initialize(self, host: str, metadata: str, transport: str, device: str) -> int:
-        return -1 if _has_fault("initialize") else 0
+        is_forced = "MC_FORCE_HCA" in os.environ and "MC_FORCE_TCP" not in os.environ
+        return -1 if _has_fault("initialize") or (is_forced and not _has_fault("rdma")) else 0
 
     def get_rpc_port(self) -> int:
         return os.getpid()
