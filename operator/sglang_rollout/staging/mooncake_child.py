@@ -16,8 +16,9 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, TextIO
 
 _PR_SET_PDEATHSIG = 1
@@ -79,22 +80,25 @@ class Memory:
         buffer is not used again, because bytes may still arrive in it.
         """
         buffer = self._take_buffer(size)
-        target = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
-        _check(self._engine.transfer_sync_read(segment, target, address, size), f"Mooncake could not read from {segment}")
+        _check(self._engine.transfer_sync_read(segment, _address(buffer), address, size), f"Mooncake could not read from {segment}")
         digest = _write(memoryview(buffer)[:size], path, offset)
         self._buffers.put(buffer)
         return {"digest": digest}
 
     def _take_buffer(self, size: int) -> mmap.mmap:
-        if not self._buffers.empty():
-            buffer = self._buffers.get()
+        with suppress(Empty):
+            buffer = self._buffers.get_nowait()
             if len(buffer) >= size:
                 return buffer
+            _check(self._engine.unregister_memory(_address(buffer)), "Mooncake could not end the registration of a buffer")
+            buffer.close()
         made = mmap.mmap(-1, size)
-        _check(
-            self._engine.register_memory(ctypes.addressof(ctypes.c_char.from_buffer(made)), size), "Mooncake could not register a buffer"
-        )
+        _check(self._engine.register_memory(_address(made), size), "Mooncake could not register a buffer")
         return made
+
+
+def _address(buffer: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
 
 
 def _check(code: int, what: str) -> None:

@@ -6,6 +6,7 @@ The tests run with a stand-in for the library, which reads the memory of other p
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -98,6 +99,21 @@ async def test_a_version_is_copied_while_it_arrives(
     lines = [line for line in caplog.messages if "with Mooncake over tcp" in line]
     expected = [f"{end.bytes} bytes came from 127.0.0.1:{pod.url.rpartition(':')[2]} with Mooncake over tcp." for pod in pods]
     assert sorted(lines) == (sorted(expected) if reader is MooncakeReader else [])
+
+
+@pytest.mark.usefixtures("library")
+async def test_pieces_may_grow(pods: list[Pod], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that reads uses its buffers again, and ends the registration of one that is too small."""
+    monkeypatch.setattr(pulling, "PARALLEL_PIECES", 1)
+    use_small_pieces(monkeypatch, 2**20)
+    store, shards = pods[1], [shard(2**size) for size in (3, 14, 16, 18, 20, 4)]
+    data, copy = random_version(shards), open_copy(tmp_path)
+    end = store.hold(shards, data)
+    assert await pull_into(copy, stage_request([store])) == end
+    assert (read_data(copy), store.pieces_given) == (data, 0)
+    for registry in tmp_path.glob("stand-in-mooncake-*.json"):
+        if registry.stem.rpartition("-")[2] != store.sharing.segment.rpartition(":")[2]:
+            assert list(json.loads(registry.read_text()).values()) == [2**20]
 
 
 @pytest.mark.parametrize("is_damaged", [False, True])

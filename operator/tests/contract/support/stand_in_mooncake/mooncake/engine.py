@@ -1,7 +1,7 @@
 """Stand-in for Mooncake: reads the memory of another process of this machine. Files in ``MOONCAKE_FAULTS`` make calls fail.
 
-As the library does, it refuses addresses that the other process has not registered. And it chooses the transport by its variables and not
-by an argument. It has a device for RDMA if there is a file ``rdma``.
+As the library does, it refuses addresses that the other process has not registered, and memory that overlaps other memory. As the library
+does, it chooses the transport by its variables and not by an argument. It has a device for RDMA if there is a file ``rdma``.
 """
 
 from __future__ import annotations
@@ -41,10 +41,14 @@ class TransferEngine:
         return os.getpid()
 
     def register_memory(self, address: int, size: int) -> int:
-        return self._save({address: size})
+        with self._lock:
+            if any(address < start + length and start < address + size for start, length in self._registered.items()):
+                return -1
+            return self._save({**self._registered, address: size})
 
     def unregister_memory(self, address: int) -> int:
-        return self._save({address: 0})
+        with self._lock:
+            return self._save({start: length for start, length in self._registered.items() if start != address})
 
     def transfer_sync_read(self, segment: str, target: int, address: int, size: int) -> int:
         if _has_fault("crash"):
@@ -66,10 +70,9 @@ class TransferEngine:
         ctypes.memmove(target, data, len(data))
         return 0 if len(data) == size else -1
 
-    def _save(self, change: dict[int, int]) -> int:
-        with self._lock:
-            self._registered |= change
-            new = _registry(os.getpid()).with_suffix(".new")
-            new.write_text(json.dumps(self._registered))
-            new.rename(_registry(os.getpid()))
+    def _save(self, registered: dict[int, int]) -> int:
+        self._registered = registered
+        new = _registry(os.getpid()).with_suffix(".new")
+        new.write_text(json.dumps(registered))
+        new.rename(_registry(os.getpid()))
         return 0
