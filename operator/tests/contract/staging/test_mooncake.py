@@ -14,6 +14,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+import uvloop
 from aiohttp import web
 
 from sglang_rollout.staging import mooncake
@@ -153,13 +154,22 @@ async def test_a_piece_comes_over_http_only_as_its_difference(tmp_path: Path, da
 # Errors of Mooncake
 
 
-@pytest.mark.parametrize("fault", ["initialize", "crash", "wrong", "hang"])
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("initialize", "Mooncake could not start with tcp at 127.0.0.1"),
+        ("crash", "The process of Mooncake ended when it should read."),
+        ("wrong", "has other bytes than announced"),
+        ("hang", "Mooncake did not read within 0.5 s."),
+    ],
+)
 async def test_after_an_error_the_pieces_come_over_http(
     pods: list[Pod],
     tmp_path: Path,
     data: list[bytes],
     faults: Path,
     fault: str,
+    reason: str,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -170,7 +180,9 @@ async def test_after_an_error_the_pieces_come_over_http(
     with caplog.at_level(logging.WARNING):
         assert await pull_into(copy, stage_request([store])) == end
     assert (read_data(copy), store.pieces_given) == (data, PIECES)
-    assert sum("over HTTP and not with Mooncake" in line for line in caplog.messages) == 1
+    lines = [line for line in caplog.messages if "over HTTP and not with Mooncake" in line]
+    assert len(lines) == 1
+    assert reason in lines[0]
 
 
 async def test_a_machine_without_the_library_uses_http(
@@ -323,6 +335,27 @@ async def test_a_parent_has_time_to_start_mooncake(tmp_path: Path, data: list[by
         assert store.pieces_given == 0
 
 
+def test_a_crash_while_another_piece_waits_for_its_parent(tmp_path: Path, faults: Path) -> None:
+    """Agents run with uvloop, below which a write to a process that has ended raises another error."""
+    shards = [shard(PIECE), shard(PIECE)]
+    data = random_version(shards)
+
+    async def copy_version() -> None:
+        async def hold_second(request: web.Request, handler: Handler) -> web.StreamResponse:
+            if request.path.endswith("/memory/1"):
+                await until(lambda: store.pieces_given == 1)  # the first piece, over HTTP
+            return await handler(request)
+
+        async with run_pod(tmp_path / "store", hold_second, mooncake=True) as store:
+            end, copy = store.hold(shards, data), open_copy(tmp_path)
+            assert await pull_into(copy, stage_request([store])) == end
+            assert (read_data(copy), store.pieces_given) == (data, 2)
+            assert any("/memory/1" in path for path in store.asked)
+
+    (faults / "crash").touch()
+    uvloop.run(copy_version())
+
+
 @pytest.mark.usefixtures("faults")
 async def test_a_process_that_does_not_end_holds_up_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """The kernel ends a process in a call of a driver only after this call."""
@@ -339,7 +372,7 @@ async def test_a_process_that_does_not_end_holds_up_nothing(monkeypatch: pytest.
 
 
 @pytest.mark.usefixtures("faults")
-async def test_a_parent_that_names_a_host_is_not_followed(tmp_path: Path, data: list[bytes]) -> None:
+async def test_a_parent_that_names_a_host_is_not_followed(tmp_path: Path, data: list[bytes], caplog: pytest.LogCaptureFixture) -> None:
     async def located(request: web.Request, handler: Handler) -> web.StreamResponse:
         if "/memory/" not in request.path:
             return await handler(request)
@@ -349,3 +382,4 @@ async def test_a_parent_that_names_a_host_is_not_followed(tmp_path: Path, data: 
         end = store.hold(SHARDS, data)
         assert await pull_into(open_copy(tmp_path), stage_request([store])) == end
         assert store.pieces_given == PIECES
+    assert "'metadata.internal:80' in place of an IP address" in caplog.text
