@@ -2,8 +2,8 @@
 
     python -m bench.staged_mooncake [--pods 4] [--size 200000000] [--pairs 5]
 
-It needs the extra ``mooncake``. Both ways run the staging package's server and client, and compute digests. Nothing is published: Mooncake
-is for RDMA, and loopback says nothing about it.
+It needs the extra ``mooncake``. Both ways run the staging package's server and client, and compute digests. The pages name the ratios only
+as a reason to use HTTP without RDMA: loopback says nothing about RDMA.
 """
 
 from __future__ import annotations
