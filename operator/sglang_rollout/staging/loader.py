@@ -38,7 +38,10 @@ def load(model: Any, named_tensors: list[tuple[str, Any]]) -> None:
     except BaseException as error:
         _write_verdict(request, ok=False, wrote=True, message=f"The load broke off: {_describe(error)}")
         raise
-    _write_verdict(request, ok=True, wrote=True, message="")
+    try:
+        _write_verdict(request, ok=True, wrote=True, message="")
+    except OSError as error:  # the folder is gone if the agent was restarted meanwhile; without the verdict it loads the version again
+        print(f"sglang_rollout_loader: loaded, but cannot write the verdict: {_describe(error)}", flush=True)
 
 
 def _open_shards(request: dict[str, Any]) -> list[Any]:

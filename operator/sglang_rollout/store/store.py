@@ -207,7 +207,8 @@ class Store:
         except StagedError as error:
             if error.fault is StagedFault.WRONG_DIGEST:
                 snapshots.note_damage(request.update, str(error))
-            await self._delete(request.update)
+            if error.fault is not StagedFault.DELETED:  # else another call has taken the copy over, or has dropped it
+                await self._delete(request.update)
             raise
 
     async def commit(self, request: StoreCommitRequest) -> None:

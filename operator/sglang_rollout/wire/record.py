@@ -256,6 +256,8 @@ class Record(Message):
     """Version of the open update; None: no update was open. If it commits while the store is down, only the engines know."""
     under_way_since: str = ""
     """When this update was opened (RFC 3339); empty: no update was open, or an earlier release wrote the record."""
+    under_way_update: str = ""
+    """ID of this update (transport Staged); empty: it has none."""
     under_way_signed: SignedVersion | None = None
     """That version as its trainer signed it; None: it was not signed."""
     next_run: int = 0

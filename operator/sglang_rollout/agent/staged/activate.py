@@ -85,6 +85,9 @@ class Activator:
         self._verdicts = verdicts
         self._pipeline_size = pipeline_size
         self._running: _Running | None = None
+        self._foreign: tuple[str, frozenset[str]] = ("", frozenset())
+        """Boot ID of an engine in which a load failed after its first write, and the names of the version's tensors. A version without some
+        of them would leave what that load has written."""
         self.failed_at: float | None = None
         """When the last load failed; None if it did not."""
 
@@ -218,7 +221,13 @@ class Activator:
         body = self._way.body(copy, attempt, self._tensor_size)
         load = _Load(agent, request, self._way, body, self._verdicts, attempt=attempt, ranks=self._ranks, stages=self._pipeline_size)
         wanted = tuple(request.expected) if request.expected is not None else None
-        reply = await load.run(live_label, checksums if is_own else wanted)
+        try:
+            reply = await load.run(live_label, checksums if is_own else wanted)
+        except BaseException as error:
+            if not isinstance(error, ActivationError) or error.wrote:
+                self._foreign = (request.ack.boot_id, _names(copy))
+            raise
+        self._foreign = ("", frozenset())
         self._name_version(copy, request)
         if reply.checksums is not None:
             self._saved.save(request.update, version.model_copy(update={"checksums": tuple(reply.checksums)}))
@@ -275,7 +284,15 @@ class Activator:
             found = copy.index.end.digest
             message = f"The copy of update {request.update} has the digest {found[:12]}…, not {request.digest[:12]}…."
             raise _refused(RefusalCode.CONFLICT, message)
+        boot, written = self._foreign
+        if boot == request.ack.boot_id and (left := sorted(written - _names(copy))):
+            message = f"A load that failed may have written {left[0]} ({len(left)} such tensors), which this version does not have."
+            raise _refused(RefusalCode.CONFLICT, f"{message} Restart the engine, or push a version with them.")
         return copy
+
+
+def _names(copy: Copy) -> frozenset[str]:
+    return frozenset(tensor.name for shard in copy.index.shards for tensor in shard.tensors)
 
 
 class _Load:

@@ -253,12 +253,15 @@ async def fill_store(fleet: Fleet, version: StagedVersion) -> Answer:
     if store is None:
         raise RuntimeError("there is no weight store to copy into")
     parents = [] if store.tries % 2 and store.has_snapshot(version) else holders(fleet, version)[:MAX_PEERS]
-    deadline = fleet.policy.deadlines.stage_seconds if parents else SNAPSHOT_SECONDS
+    deadline, instance = fleet.policy.deadlines.stage_seconds if parents else SNAPSHOT_SECONDS, store.fetching
     try:
         body = stage_body(fleet, version.update, parents, digest=version.digest, version=fleet.committed, deadline=deadline)
         result = (await send(STORE_FETCH, {STORE: body}, deadline + CHECKPOINT_MARGIN_SECONDS))[STORE]
     finally:
-        store.is_fetching = False
+        if store.fetching == instance:
+            store.fetching = None
+    if store.instance != instance:
+        return Answer(500, "The weight store was replaced while it copied the committed version.")
     if result.ok:
         store.tries, store.note = 0, ""
         return Answer(200, "The weight store holds the committed version again.")

@@ -50,6 +50,8 @@ class Knowledge:
         """True if anything was learned since the last conclusion."""
         self.give_up: list[str] = []
         """Engines that the rebuild found in an update that no coordinator leads any more."""
+        self._given_up: Version | None = None
+        """Version of the update that the earlier coordinator had open, if it was reported as failed. Engines may complete it later."""
         self.outdated: list[str] = []
         """Engines that served a version that is not permitted any more, when a commit of an earlier coordinator was proved."""
 
@@ -237,9 +239,13 @@ class Knowledge:
         elif version is not None and order_key(version) == order_key(record.committed):
             self._note_activating(version)
         if version is not None and order_key(version) > order_key(committed):
+            self._given_up = version
+            # An agent that loads a copy ends the load without a coordinator, and its engine may hold this number then.
+            self._fleet.weights.reserve([version] if record.under_way_update else [])
             self._fleet.transaction.end(EndedUpdate(
                 version=version, outcome=UpdateOutcome.FAILED, finished=self._fleet.finished(), author=record.holder,
                 reason=UpdateReason.COORDINATOR_RESTARTED, message="the coordinator was restarted in the middle of the update",
+                update=record.under_way_update,
             ))  # fmt: skip
 
     def _note_proved(self, version: Version) -> None:
@@ -250,6 +256,7 @@ class Knowledge:
             reason=UpdateReason.COORDINATOR_RESTARTED,
             message="proved afterwards: every engine of the update says that it holds this version",
             engines=[name for name, engine in fleet.engines.items() if engine.holds(version)],
+            update=staged.update if (staged := self._find_staged(version)) is not None else "",
         ))  # fmt: skip
 
     def _note_activating(self, version: Version) -> None:
@@ -306,7 +313,7 @@ class Knowledge:
         fleet = self._fleet
         if fleet.committed is None or fleet.update is not None:
             return
-        proved = prove_version(None, self._statuses())
+        proved = prove_version(None, self._statuses(), self._given_up)
         if order_key(proved) > order_key(fleet.committed):
             fleet.commit(proved, self._find_author(proved), self._find_signed(proved))
             fleet.weights.staged = self._find_staged(proved)
@@ -372,13 +379,16 @@ def rebuild(record: Record | None, statuses: Sequence[AgentStatus], store: Store
     )
 
 
-def prove_version(record: Record | None, statuses: Sequence[AgentStatus]) -> Version:
-    """Return the highest version that is proved to be committed."""
+def prove_version(record: Record | None, statuses: Sequence[AgentStatus], given_up: Version | None = None) -> Version:
+    """Return the highest version that is proved to be committed.
+
+    ``given_up``: a version that was reported as failed, so that engines which hold it prove nothing any more.
+    """
     proofs = [BASE]
     if record is not None:
         proofs.append(record.committed)
     proofs += [status.committed for status in statuses if status.committed is not None]
-    proofs += complete_cohorts(statuses)
+    proofs += [version for version in complete_cohorts(statuses) if version != given_up]
     return max(proofs, key=order_key)
 
 

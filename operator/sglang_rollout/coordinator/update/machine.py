@@ -392,7 +392,7 @@ class Machine:
         """Start catching up on engines, and on the weight store, that need it, beside other operations."""
         missing = find_for_store(self.fleet) if self._turn is None else None
         if missing is not None and self.fleet.store is not None:
-            self.fleet.store.is_fetching = True
+            self.fleet.store.fetching = self.fleet.store.instance
             self._advance(_Running(fill_store(self.fleet, missing)), None)
         unsent = find_unsent_commit(self.fleet) if self._turn is None else None
         if unsent is not None and self.fleet.store is not None:

@@ -350,6 +350,7 @@ class Fleet:
             reserved=weights.reserved,
             under_way=self.target() if self.update is not None else None,
             under_way_since=self._wall_time(self.update.started) if self.update is not None else "",
+            under_way_update=self.update.staged.id if self.update is not None and self.update.staged is not None else "",
             under_way_signed=self.update.signed if self.update is not None else None,
             next_run=weights.next_run,
             fleet_id=weights.fleet_id,

@@ -101,8 +101,9 @@ async def _open_update(
     fleet.transaction.update = OpenUpdate({}, fleet.now, label, fleet.caller, trainer_session=trainer_session, signed=signed, staged=staged)
     try:
         body = StoreOpenRequest(
-            update=staged.id, ticket="", size_limit=size_limit(fleet), shards=listed, source=source, keep=kept_updates(fleet), base=base
-        )
+            update=staged.id, ticket="", size_limit=size_limit(fleet), shards=listed, source=source, keep=kept_updates(fleet), base=base,
+            upload_seconds=fleet.policy.deadlines.total_seconds,
+        )  # fmt: skip
         sent = {STORE: body.model_dump(mode="json")}
         result = (await send(STORE_OPEN, sent, fleet.policy.deadlines.pause_seconds, idempotent=True))[STORE]
         if result.code is RefusalCode.BASE_MISSING:

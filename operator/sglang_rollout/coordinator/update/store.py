@@ -27,8 +27,8 @@ class Store:
     """Polls in a row without an answer."""
     status_seq: int = 0
     """Sequence number of the newest status. An answer to an earlier poll is ignored."""
-    is_fetching: bool = False
-    """True while it copies the committed version from agents, or loads its snapshot."""
+    fetching: str | None = None
+    """The instance that copies the committed version from agents, or loads its snapshot; None: none does."""
     tries: int = 0
     """Failed attempts to copy the committed version."""
     retry_at: float = 0.0
@@ -46,6 +46,11 @@ class Store:
     def instance(self) -> str | None:
         """Identifies the run of the store's process that was last seen."""
         return self.status.instance if self.status is not None else None
+
+    @property
+    def is_fetching(self) -> bool:
+        """True while it copies the committed version. The call to an earlier instance may still wait for its deadline."""
+        return self.fetching is not None and self.fetching == self.instance
 
     @property
     def is_new(self) -> bool:

@@ -25,6 +25,7 @@ from tests.contract.support.staged_versions import (
     Source,
     StagedVersion,
     activate,
+    changed_state,
     commit,
     serve_version,
     stage,
@@ -329,6 +330,22 @@ async def test_weights_that_differ_from_the_last_load_do_not_serve(pod: PodHere,
     engine.restart()
     await until(lambda: is_serving(pod, made), SECONDS, "the next attempt loads the right bytes")
     assert [hit.kind for hit in engine.fired] == ["corrupt"]
+
+
+async def test_an_older_version_is_not_loaded_over_tensors_that_it_does_not_have(pod: PodHere, source: Source, engine: StandIn) -> None:
+    """A load that failed may have written them, and no checksum would show it."""
+    names = list(changed_state(1))
+    one, two = source.make(1, without=names[0]), source.make(2)
+    assert (await stage(pod, source, one)).status == 200
+    assert (await activate(pod, one, checksums=False)).status == 200
+    assert (await commit(pod, one)).gate_open
+    await stage(pod, source, two, keep=(one,))
+    engine.faults.add("oom", "write")
+    assert (await activate(pod, two, checksums=False)).body["wrote"] is True
+    refused = await activate(pod, one, checksums=False)
+    assert (refused.status, names[0] in refused.body["message"]) == (409, True), refused.body
+    assert not (await pod.status(**one.committed)).gate_open
+    assert (await activate(pod, two, checksums=False)).status == 200
 
 
 async def test_a_coordinators_call_waits_for_the_agents_own_load(pod: PodHere, source: Source, engine: StandIn) -> None:

@@ -47,9 +47,10 @@ class Source:
     url: str
     made: dict[int, StagedVersion] = field(default_factory=dict)
 
-    def make(self, step: int, *, sealed: bool = True) -> StagedVersion:
-        """Create a version whose tensors follow from the step."""
-        version, tensors = Version(run=1, step=step, label=f"step-{step}"), changed_state(step)
+    def make(self, step: int, *, sealed: bool = True, without: str = "") -> StagedVersion:
+        """Create a version whose tensors follow from the step, without one of them."""
+        version = Version(run=1, step=step, label=f"step-{step}")
+        tensors = {name: held for name, held in changed_state(step).items() if name != without}
         copy = self.copies.open(update_id(step), TICKET, LIMIT)
         fill_with(copy, tensors)
         digest = copy.seal(version).digest if sealed else ""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from sglang_rollout.api.weights_spec import Deadlines
+from sglang_rollout.coordinator.update import events as ev
 from sglang_rollout.coordinator.update import requests as rq
 from sglang_rollout.coordinator.update.phases import Phase
 from sglang_rollout.coordinator.update.store import STORE
@@ -276,3 +278,102 @@ def test_a_commit_waits_for_as_many_engines_as_the_policy_asks_for() -> None:
     world.agents["e1"].restart()
     world.settle()
     assert world.do(rq.CommitUpload(update)).success
+
+
+# --- restarts of the coordinator -------------------------------------------------------------------------------------
+
+
+def upload(world: StagedWorld, label: str) -> str:
+    """Upload a version, and return the ID of its update, which is not committed yet."""
+    update = str(world.open_upload(label).fleet["update"])
+    world.fill_upload(update)
+    return update
+
+
+def test_a_commit_that_engines_prove_to_a_new_coordinator_is_answered() -> None:
+    """The record names neither the commit nor its update: the store of the records was away, or the coordinator ended before it wrote."""
+    world = StagedWorld(3)
+    assert world.do(rq.CommitUpload(upload(world, "1"))).success
+    update = upload(world, "2")
+    world.store_fails = True
+    assert world.do(rq.CommitUpload(update)).success
+    world.start()
+    world.settle()
+    answer = world.do(rq.CommitUpload(update))
+    assert (answer.success, answer.fleet.get("state")) == (True, "committed"), answer.message
+
+
+def test_a_new_coordinator_says_why_an_upload_has_ended() -> None:
+    world = StagedWorld(2)
+    update = upload(world, "1")
+    world.ask(rq.CommitUpload(update))
+    run_to(world, STORE_SEAL)
+    world.start()
+    world.settle()
+    answer = world.do(rq.CommitUpload(update))
+    assert (answer.status, "the coordinator was restarted" in answer.message) == (409, True), answer.message
+
+
+def test_a_version_that_was_reported_as_failed_is_not_committed_later() -> None:
+    """The only engine ends its load after a new coordinator has answered the trainer that the update was given up."""
+    world = StagedWorld(1)
+    assert world.do(rq.CommitUpload(upload(world, "1"))).success
+    update = upload(world, "2")
+    world.ask(rq.CommitUpload(update))
+    run_to(world, AGENT_ACTIVATE)
+    load = world.pending[0]
+    assert isinstance(load, ev.Send)
+    world.start()
+    world.tick(0.5)
+    world.sync_all()
+    assert world.do(rq.CommitUpload(update)).status == 409
+    world.agents["e0"].call(AGENT_ACTIVATE, dict(load.bodies["e0"]), None, True)
+    assert serves(world, "1/1")
+    assert str(world.machine.fleet.committed) == "1/1"
+
+
+# --- parts that hang -------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_that_hangs_does_not_lengthen_the_next_load() -> None:
+    world = StagedWorld(7, min_committed=1, in_turn=2)
+    assert world.push("1").success
+    assert serves(world, "1/1")
+    world.sent.clear()
+    world.ask(rq.CommitUpload(upload(world, "2")))
+    run_to(world, AGENT_ACTIVATE)
+    world.complete()
+    run_to(world, AGENT_ACTIVATE)
+    group = world.pending[0]
+    assert isinstance(group, ev.Send)
+    world.now += 65
+    world.complete(lost=frozenset({list(group.bodies)[1]}))
+    run_to(world, AGENT_ACTIVATE)
+    following = world.pending[0]
+    assert isinstance(following, ev.Send)
+    assert following.deadline == group.deadline
+
+
+def test_a_new_weight_store_is_filled_although_the_call_to_the_lost_one_still_waits() -> None:
+    """The node of the weight store was lost while it copied the committed version, so nothing ends the connection."""
+    world = StagedWorld(2)
+    assert world.do(rq.CommitUpload(upload(world, "1"))).success
+    world.settle()
+    world.store.restart()
+    world.tick(0.5)
+    world.sync_all()
+    lost = [effect for effect in world.pending if isinstance(effect, ev.Send) and effect.path == STORE_FETCH]
+    assert len(lost) == 1
+    world.pending = [effect for effect in world.pending if effect not in lost]
+    world.store.restart()
+    world.settle()
+    staged = world.machine.fleet.weights.staged
+    assert staged is not None
+    assert world.store.copies[staged.update].digest == staged.digest
+
+
+def test_the_ticket_of_an_upload_is_valid_for_as_long_as_the_answer_says() -> None:
+    world = StagedWorld(1, deadlines=Deadlines(total_seconds=7200))
+    answer = world.open_upload("1")
+    opened = next(send for send in world.sent if send.path == STORE_OPEN)
+    assert opened.bodies[STORE]["upload_seconds"] == answer.fleet["expires_seconds"] == 7200
