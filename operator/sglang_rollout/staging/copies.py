@@ -446,8 +446,10 @@ class Copies:
         for copy in removed:
             copy.mark_deleted()
         hidden = [hide_folder(copy.folder) for copy in removed]
-        self._save_tickets()
-        await remove_folders(hidden, [call for copy in removed for call in copy.before_removal])
+        try:
+            self._save_tickets()
+        finally:
+            await remove_folders(hidden, [call for copy in removed for call in copy.before_removal])
 
     def status(self) -> list[StagedCopy]:
         """Return the status of each copy, oldest first."""

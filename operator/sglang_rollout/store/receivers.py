@@ -157,8 +157,9 @@ class Receivers:
         return [name for name, receiver in self._groups.items() if receiver.is_alive]
 
     def prepare(self) -> None:
-        """Start the spare child."""
-        if self._spare is None:
+        """Start the spare child. One that could not start is replaced: the cause may have passed."""
+        has_failed = self._spare is not None and self._spare.done() and (self._spare.cancelled() or self._spare.exception() is not None)
+        if self._spare is None or has_failed:
             self._spare = asyncio.create_task(Receiver.start(), name="start a receiver")
 
     def find(self, name: str) -> Receiver | None:

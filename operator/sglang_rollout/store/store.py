@@ -112,7 +112,7 @@ class Store:
         known = self._copies.get(request.update)
         if known is None:
             self._check_failure(request.update)
-        elif known.index.shards != request.shards:
+        elif known.index.shards != request.shards and (known.index.shards or not request.source):  # those of a source may follow
             raise _conflict(f"Update {request.update} has begun already, with other shards.")
         copy = self._copies.open(request.update, request.ticket, request.size_limit)
         if known is None and request.source:

@@ -20,6 +20,9 @@ from sglang_rollout.wire.staged import IndexReply, Piece, UploadStatus
 from sglang_rollout.wire.states import Version
 from sglang_rollout.wire.trainer import FleetDocument
 
+_NOT_NOW = (502, 503, 504)
+"""Statuses after which the same call may succeed later."""
+
 CALL_SECONDS = 60.0
 VERIFY_SECONDS = 660.0
 """Longer than the coordinator waits for the weight store."""
@@ -136,7 +139,7 @@ class FleetWeights:
         try:
             self._wait_for_pieces(path, {TICKET_HEADER: str(begun["ticket"])}, deadline)
             while True:
-                reply = self._http.post(f"{path}/commit", {"wait": "committed"}, timeout=max(1.0, deadline.remaining))
+                reply = self._commit(path, deadline)
                 fleet = dict(reply.get("fleet") or {})
                 if fleet.get("state") == "committed":
                     return {**fleet, "message": reply.get("message", "")}
@@ -145,6 +148,15 @@ class FleetWeights:
         except FleetError:
             self._withdraw(path)
             raise
+
+    def _commit(self, path: str, deadline: Deadline) -> dict[str, Any]:
+        """Ask for the commit, and return the answer. A fleet that has too few engines now, or whose coordinator is away, is asked again."""
+        try:
+            return self._http.post(f"{path}/commit", {"wait": "committed"}, timeout=max(1.0, deadline.remaining))
+        except FleetRefused as refused:
+            if refused.status not in _NOT_NOW or deadline.remaining <= 0:
+                raise
+            return {}
 
     def _withdraw(self, path: str) -> None:
         """Give up an update that was begun here. If it has ended, or the fleet is away, there is nothing to give up."""

@@ -329,6 +329,20 @@ async def test_copies_that_are_not_kept_are_deleted(tmp_path: Path) -> None:
     assert held.open(update_id(1), TICKET, LIMIT) is not opened[1]
 
 
+async def test_a_full_state_volume_leaves_no_deleted_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copies = Copies(tmp_path / "volume", tmp_path / "state")
+    shards = [shard(100)]
+    fill(copies.open(update_id(1), TICKET, LIMIT), shards, random_version(shards))
+
+    def is_full(*_: object, **__: object) -> None:
+        raise StagedError("The volume is full.", StagedFault.NO_SPACE)
+
+    monkeypatch.setattr("sglang_rollout.staging.copies.replace_file", is_full)
+    with pytest.raises(StagedError):
+        await copies.keep(set())
+    assert list((tmp_path / "volume").iterdir()) == []
+
+
 def test_opening_again_continues_with_the_new_ticket(tmp_path: Path) -> None:
     held = copies(tmp_path)
     copy = held.open(update_id(), "old", 1)

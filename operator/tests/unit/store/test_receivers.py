@@ -1,0 +1,42 @@
+"""The weight store's children that receive tensors, without processes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from sglang_rollout.store.receivers import Receiver, ReceiverError, Receivers
+from sglang_rollout.wire.staged import StoreGroupRequest
+
+
+class Child:
+    """A child that joins at once."""
+
+    is_alive = True
+
+    async def join(self, request: StoreGroupRequest) -> None:
+        """Join."""
+
+    async def kill(self) -> None:
+        """End."""
+        self.is_alive = False
+
+
+async def test_a_spare_child_that_could_not_start_fails_no_later_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    starts: Iterator[ReceiverError | Child] = iter([ReceiverError("it did not start"), Child(), Child(), Child()])
+
+    async def start() -> Child:
+        made = next(starts)
+        if isinstance(made, ReceiverError):
+            raise made
+        return made
+
+    monkeypatch.setattr(Receiver, "start", start)
+    receivers = Receivers()
+    receivers.prepare()
+    await asyncio.sleep(0.01)  # the spare child has failed, and no trainer waits for it
+    await receivers.join(StoreGroupRequest(group_name="g", master_address="127.0.0.1", master_port=1))
+    assert receivers.names == ["g"]
+    await receivers.close()
