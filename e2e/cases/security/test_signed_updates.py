@@ -21,8 +21,8 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from e2e import machine_token, stand_in
 from e2e.cases.actions import KILL, document, serving
 from e2e.cases.conftest import ready, remove
+from e2e.held_tensors import HeldTensor, held_tensors
 from e2e.kube import Kubectl, eventually
-from sglang_rollout.testing import Held, StandIn
 from sglang_rollout.trainer import PushFailed, connect
 from sglang_rollout.trainer.push import PushOptions
 from sglang_rollout.trainer.signing import SigningKey
@@ -55,34 +55,6 @@ with connect(url, timeout=60) as fleet:
 
 
 @dataclass
-class Tensor:
-    """A tensor of a stand-in with the lowest byte of each element changed, without torch."""
-
-    held: Held
-    step: int
-
-    @property
-    def dtype(self) -> str:
-        """Name of the data type in torch."""
-        return f"torch.{self.held.dtype}"
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape."""
-        return self.held.shape
-
-    def element_size(self) -> int:
-        """Return the bytes of an element: the stand-in has FP32 only."""
-        return 4
-
-    def read(self) -> memoryview:
-        """Return the bytes."""
-        data = bytearray(self.held.data)
-        data[::4] = bytes((byte + self.step) % 256 for byte in data[::4])
-        return memoryview(data)
-
-
-@dataclass
 class SignedRollout:
     """A fleet of two stand-in engines that accepts signed updates only."""
 
@@ -104,13 +76,12 @@ class SignedRollout:
     def upload(self, step: int, *, signs: bool = True) -> Mapping[str, Any]:
         """Upload the weights of a step from here, and return how the update ended."""
         pem = KEY.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()) if signs else None
-        with StandIn() as engine:
-            source = Source({name: Tensor(held, step) for name, held in engine.tensors().items()})
+        source = Source(held_tensors(step))
         options = PushOptions(str(step), 1 << 20, 120.0)
         source.check(options.bucket_bytes)
         with connect(self.url, token=machine_token.TOKEN, signing_key=pem) as fleet:
             sign = partial(fleet._sign, options) if signs else None
-            made = Upload(fleet._http, options, wait="committed", read_bytes=Tensor.read, sign=sign)
+            made = Upload(fleet._http, options, wait="committed", read_bytes=HeldTensor.read, sign=sign)
             made.run(source)
             return made.result(epoch=1)
 

@@ -308,7 +308,7 @@ async def run(settings: Settings) -> None:
 def _watches(
     agent: Agent, fence: Fence, files: RunFiles | None, head_pod: HeadPod | None, staged: StagedService | None
 ) -> Iterator[Coroutine[Any, Any, None]]:
-    """Yield what the agent does all the time."""
+    """Yield the loops that watch the engine, its pods and the copies of versions."""
     yield _repeat(_INTERVAL, "polling the engine", agent.observe)
     yield _repeat(_INTERVAL, "watching the engine's connection", agent.watch_connection)
     yield _repeat(_INTERVAL, "checking the lease", fence.watch_lease)

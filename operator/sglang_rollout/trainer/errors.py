@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from sglang_rollout.wire.reasons import end_sentence
@@ -11,6 +12,7 @@ from sglang_rollout.wire.reasons import end_sentence
 if TYPE_CHECKING:
     from sglang_rollout.trainer.generate import Sample
 
+_TEMPORARY = frozenset({HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT})
 NOTHING_SENT = "Nothing was sent, and the fleet is unchanged."
 
 
@@ -41,6 +43,11 @@ class FleetRefused(FleetError):
         """The fleet's code of a call that it refused before anything was done: ``Forbidden``, ``InvalidRequest``. None: it has none."""
         self.fleet = fleet or {}
         """Results of each engine, and the values to use instead (``epoch``, ``world_size``, ``members``)."""
+
+
+def is_temporary(error: FleetError) -> bool:
+    """Return True if the same call may succeed a little later: the fleet did not answer, or it cannot take the call now."""
+    return isinstance(error, FleetUnreachable) or (isinstance(error, FleetRefused) and error.status in _TEMPORARY)
 
 
 @dataclass(frozen=True, slots=True)

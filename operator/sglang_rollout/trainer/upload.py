@@ -29,7 +29,7 @@ from sglang_rollout.checkpoints.format import DTYPE_OF_TORCH
 from sglang_rollout.staging.index import StagedError, version_digest
 from sglang_rollout.trainer.calls import Cancellation, Deadline, Http, run_in_background
 from sglang_rollout.trainer.deltas import LastUpload
-from sglang_rollout.trainer.errors import NOTHING_SENT, FleetError, FleetRefused, FleetUnreachable, FleetUntrusted, PushFailed
+from sglang_rollout.trainer.errors import NOTHING_SENT, FleetError, FleetRefused, FleetUnreachable, FleetUntrusted, PushFailed, is_temporary
 from sglang_rollout.trainer.push import PushOptions, TensorSink, push_failure, read_fenced
 from sglang_rollout.trainer.ranks import Ranks, digest_bucket
 from sglang_rollout.trainer.store_watch import StoreWatch
@@ -62,7 +62,6 @@ ABORT_SECONDS = 10.0
 """Timeout of deleting an upload that has failed."""
 UNCHANGED = "Push again. The engines serve the previous version."
 UNKNOWN = "The fleet may still commit it: see GET /fleet. If it does not, push again."
-_TEMPORARY = frozenset({HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT})
 
 _ENDED = frozenset({HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT})
 """Answers to the deletion of an upload that the fleet has given up itself."""
@@ -446,8 +445,7 @@ class Upload:
             except FleetUntrusted:
                 raise
             except FleetError as error:
-                is_temporary = isinstance(error, FleetUnreachable) or (isinstance(error, FleetRefused) and error.status in _TEMPORARY)
-                if not is_temporary or deadline.remaining <= pause or self._cancellation.wait(pause):
+                if not is_temporary(error) or deadline.remaining <= pause or self._cancellation.wait(pause):
                     raise
                 log.info("Repeating a call of the upload: %s", error)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)

@@ -14,14 +14,11 @@ from sglang_rollout.staging.choose import choose_version
 from sglang_rollout.staging.copies import Copy
 from sglang_rollout.staging.index import StagedError
 from sglang_rollout.trainer.calls import Deadline, Http
-from sglang_rollout.trainer.errors import FleetError, FleetRefused
+from sglang_rollout.trainer.errors import FleetError, FleetRefused, is_temporary
 from sglang_rollout.wire.ports import FLEET, FLEET_CLAIM, FLEET_UPDATES, STAGED, TICKET_HEADER
 from sglang_rollout.wire.staged import IndexReply, Piece, UploadStatus
 from sglang_rollout.wire.states import Version
 from sglang_rollout.wire.trainer import FleetDocument
-
-_NOT_NOW = (502, 503, 504)
-"""Statuses after which the same call may succeed later."""
 
 CALL_SECONDS = 60.0
 VERIFY_SECONDS = 660.0
@@ -153,8 +150,8 @@ class FleetWeights:
         """Ask for the commit, and return the answer. A fleet that has too few engines now, or whose coordinator is away, is asked again."""
         try:
             return self._http.post(f"{path}/commit", {"wait": "committed"}, timeout=max(1.0, deadline.remaining))
-        except FleetRefused as refused:
-            if refused.status not in _NOT_NOW or deadline.remaining <= 0:
+        except FleetError as error:
+            if not is_temporary(error) or deadline.remaining <= 0:
                 raise
             return {}
 

@@ -253,7 +253,8 @@ async def fill_store(fleet: Fleet, version: StagedVersion) -> Answer:
     if store is None:
         raise RuntimeError("there is no weight store to copy into")
     parents = [] if store.tries % 2 and store.has_snapshot(version) else holders(fleet, version)[:MAX_PEERS]
-    deadline, instance = fleet.policy.deadlines.stage_seconds if parents else SNAPSHOT_SECONDS, store.fetching
+    deadline = fleet.policy.deadlines.stage_seconds if parents else SNAPSHOT_SECONDS
+    instance = store.fetching
     try:
         body = stage_body(fleet, version.update, parents, digest=version.digest, version=fleet.committed, deadline=deadline)
         result = (await send(STORE_FETCH, {STORE: body}, deadline + CHECKPOINT_MARGIN_SECONDS))[STORE]

@@ -388,7 +388,7 @@ def prove_version(record: Record | None, statuses: Sequence[AgentStatus], given_
     if record is not None:
         proofs.append(record.committed)
     proofs += [status.committed for status in statuses if status.committed is not None]
-    proofs += [version for version in complete_cohorts(statuses) if version != given_up]
+    proofs += [version for version in complete_cohorts(statuses) if given_up is None or order_key(version) != order_key(given_up)]
     return max(proofs, key=order_key)
 
 

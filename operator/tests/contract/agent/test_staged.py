@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from e2e.held_tensors import changed_state
 
 from sglang_rollout.agent.staged import own_copy
 from sglang_rollout.sglang.api import ControlCall
@@ -25,7 +26,6 @@ from tests.contract.support.staged_versions import (
     Source,
     StagedVersion,
     activate,
-    changed_state,
     commit,
     serve_version,
     stage,

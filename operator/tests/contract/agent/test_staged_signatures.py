@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from e2e.held_tensors import changed_state
 
 from sglang_rollout.agent.launch.head_pod import HeadPod
 from sglang_rollout.staging.payload import LOADER
@@ -24,7 +25,7 @@ from sglang_rollout.wire.states import BASE, EngineState, Version
 from tests.contract.support.agent_here import PodHere, run_agent
 from tests.contract.support.agent_pod import TOKEN, Answer, until
 from tests.contract.support.staged_pair import PairHere, run_pair
-from tests.contract.support.staged_versions import Source, StagedVersion, activate, changed_state, commit, fill_with, run_source, stage
+from tests.contract.support.staged_versions import Source, StagedVersion, activate, commit, fill_with, run_source, stage
 from tests.support.signing import UID, make_pem, sign, write_public_keys
 from tests.support.staged import LIMIT, TICKET
 

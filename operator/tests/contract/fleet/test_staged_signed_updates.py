@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from e2e.held_tensors import HeldTensor, changed_state, held_tensors
 
 from sglang_rollout.staging.payload import LOADER
-from sglang_rollout.testing import Held, StandIn, expected_tokens
+from sglang_rollout.testing import StandIn, expected_tokens
 from sglang_rollout.trainer import PushFailed, connect
 from sglang_rollout.trainer.calls import Http
 from sglang_rollout.trainer.push import PushOptions
@@ -22,7 +23,6 @@ from sglang_rollout.trainer.upload import Sign, Upload
 from sglang_rollout.wire.states import Version
 from tests.contract.support.agent_pod import until
 from tests.contract.support.complete_fleet import CompleteFleet, complete_fleet
-from tests.contract.support.staged_versions import changed_state
 from tests.support.signing import UID, make_pem, sign, write_public_keys
 
 pytestmark = [pytest.mark.router, pytest.mark.timeout(300)]
@@ -30,24 +30,6 @@ pytestmark = [pytest.mark.router, pytest.mark.timeout(300)]
 SECONDS = 60.0
 PROMPT = [4, 5, 6]
 PEM = make_pem()
-
-
-@dataclass
-class Tensor:
-    """A tensor with bytes, without torch."""
-
-    held: Held
-
-    @property
-    def dtype(self) -> str:
-        return f"torch.{self.held.dtype}"
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.held.shape
-
-    def element_size(self) -> int:
-        return 4
 
 
 @dataclass
@@ -62,16 +44,11 @@ class SignedFleet:
         return await asyncio.to_thread(self._push, step, sign, pem)
 
     def _push(self, step: int, sign: Sign | None, pem: bytes | None) -> Mapping[str, Any]:
-        source, options = (
-            Source({name: Tensor(held) for name, held in changed_state(step).items()}),
-            PushOptions(str(step), 1 << 20, SECONDS),
-        )
+        source, options = Source(held_tensors(step)), PushOptions(str(step), 1 << 20, SECONDS)
         source.check(options.bucket_bytes)
         with connect(self.complete.url, signing_key=pem) as client:
             signs = sign or (partial(client._sign, options) if pem is not None else None)
-            made = Upload(
-                Http(self.complete.url), options, wait="committed", read_bytes=lambda tensor: memoryview(tensor.held.data), sign=signs
-            )
+            made = Upload(Http(self.complete.url), options, wait="committed", read_bytes=HeldTensor.read, sign=signs)
             made.run(source)
             return made.result(epoch=1)
 

@@ -2,11 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
 
-from tests.contract.support.staging_pods import has_mooncake, use_stand_in_mooncake
+from tests.contract.support.staging_pods import SHARDS, Pod, has_mooncake, run_pod, use_stand_in_mooncake
+from tests.support.staged import random_version, use_small_pieces
+
+
+@pytest.fixture
+def over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use small pieces, and TCP also on a machine with a device for RDMA."""
+    use_small_pieces(monkeypatch)
+    monkeypatch.setenv("MC_FORCE_TCP", "1")
+
+
+@pytest.fixture
+async def pods(tmp_path: Path) -> AsyncIterator[list[Pod]]:
+    """A peer, and the store. Both share their memory."""
+    async with AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(run_pod(tmp_path / name, mooncake=True)) for name in ("peer", "store")]
+
+
+@pytest.fixture
+def data() -> list[bytes]:
+    """The bytes of a version."""
+    return random_version(SHARDS)
 
 
 @pytest.fixture

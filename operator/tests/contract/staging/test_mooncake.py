@@ -8,26 +8,32 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
 from pathlib import Path
 
-import aiohttp
 import pytest
 import uvloop
 from aiohttp import web
 
 from sglang_rollout.staging import mooncake
 from sglang_rollout.staging import pull as pulling
-from sglang_rollout.staging.copies import DIFFERENCES, Copy
+from sglang_rollout.staging.copies import DIFFERENCES
 from sglang_rollout.staging.differences import encode
 from sglang_rollout.staging.index import StagedError
 from sglang_rollout.staging.mooncake import MooncakeProcess, MooncakeReader, mooncake_readers
-from sglang_rollout.staging.piece_reader import OpenReader, PieceReader
-from sglang_rollout.staging.pull import pull
+from sglang_rollout.staging.piece_reader import PieceReader
 from sglang_rollout.wire.ports import BASE_HEADER
-from sglang_rollout.wire.staged import StageRequest, VersionEnd
-from tests.contract.support.staging_pods import Handler, Pod, has_mooncake, mooncake_processes, run_pod, stage_request, until, use_rdma
+from tests.contract.support.staging_pods import (
+    SHARDS,
+    Handler,
+    Pod,
+    has_mooncake,
+    mooncake_processes,
+    pull_with_mooncake,
+    run_pod,
+    stage_request,
+    until,
+    use_rdma,
+)
 from tests.support.staged import (
     LIMIT,
     PIECE,
@@ -45,31 +51,8 @@ from tests.support.staged import (
     use_small_pieces,
 )
 
-SHARDS = [shard(4 * PIECE + 1, 30), shard(PIECE), shard(0), shard(7)]
+pytestmark = pytest.mark.usefixtures("over_tcp")
 PIECES = 7
-
-
-@pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_small_pieces(monkeypatch)
-    monkeypatch.setenv("MC_FORCE_TCP", "1")
-
-
-@pytest.fixture
-async def pods(tmp_path: Path) -> AsyncIterator[list[Pod]]:
-    """A peer, and the store. Both share their memory."""
-    async with AsyncExitStack() as stack:
-        yield [await stack.enter_async_context(run_pod(tmp_path / name, mooncake=True)) for name in ("peer", "store")]
-
-
-@pytest.fixture
-def data() -> list[bytes]:
-    return random_version(SHARDS)
-
-
-async def pull_into(copy: Copy, request: StageRequest, reader: OpenReader = MooncakeReader, base: Copy | None = None) -> VersionEnd:
-    async with aiohttp.ClientSession() as session:
-        return await pull(session, request, copy, base, open_reader=reader)
 
 
 # Both readers give the same copy
@@ -83,7 +66,7 @@ async def test_a_version_is_copied_while_it_arrives(
     caplog.set_level(logging.INFO)
     peer, store = pods
     last = open_copy(tmp_path)
-    calls = [pull_into(peer.copy, stage_request([store]), reader), pull_into(last, stage_request([peer, store]), reader)]
+    calls = [pull_with_mooncake(peer.copy, stage_request([store]), reader), pull_with_mooncake(last, stage_request([peer, store]), reader)]
     tasks = [asyncio.create_task(call) for call in calls]
     store_copy = store.copy
     for number, each in enumerate(SHARDS):
@@ -110,7 +93,7 @@ async def test_pieces_may_grow(pods: list[Pod], tmp_path: Path, monkeypatch: pyt
     store, shards = pods[1], [shard(2**size) for size in (3, 14, 16, 18, 20, 4)]
     data, copy = random_version(shards), open_copy(tmp_path)
     end = store.hold(shards, data)
-    assert await pull_into(copy, stage_request([store])) == end
+    assert await pull_with_mooncake(copy, stage_request([store])) == end
     assert (read_data(copy), store.pieces_given) == (data, 0)
     for registry in tmp_path.glob("stand-in-mooncake-*.json"):
         if registry.stem.rpartition("-")[2] != store.sharing.segment.rpartition(":")[2]:
@@ -146,7 +129,7 @@ async def test_a_piece_comes_over_http_only_as_its_difference(tmp_path: Path, da
         end = store.copy.seal()
         if is_damaged:
             next((store.copy.folder / DIFFERENCES).iterdir()).write_bytes(bytes(len(difference)))
-        assert await pull_into(copy, stage_request([store]), base=base) == end
+        assert await pull_with_mooncake(copy, stage_request([store]), base=base) == end
     assert (read_data(copy), whole) == (new, [])
     assert copy.bytes_received == len(replaced) + len(difference) + (len(patched) if is_damaged else 0)
 
@@ -178,7 +161,7 @@ async def test_after_an_error_the_pieces_come_over_http(
     end = store.hold(SHARDS, data)
     (faults / fault).touch()
     with caplog.at_level(logging.WARNING):
-        assert await pull_into(copy, stage_request([store])) == end
+        assert await pull_with_mooncake(copy, stage_request([store])) == end
     assert (read_data(copy), store.pieces_given) == (data, PIECES)
     lines = [line for line in caplog.messages if "over HTTP and not with Mooncake" in line]
     assert len(lines) == 1
@@ -192,7 +175,7 @@ async def test_a_machine_without_the_library_uses_http(
         pytest.skip("Mooncake Transfer Engine is installed")
     store = pods[1]
     end = store.hold(SHARDS, data)
-    assert await pull_into(open_copy(tmp_path), stage_request([store])) == end
+    assert await pull_with_mooncake(open_copy(tmp_path), stage_request([store])) == end
     assert store.pieces_given == PIECES
     assert "No module named 'mooncake'" in caplog.text
 
@@ -205,7 +188,7 @@ async def test_pods_without_a_device_for_rdma_use_http(
     monkeypatch.setattr(mooncake, "_DEVICES", tmp_path / "none")
     store = pods[1]
     end = store.hold(SHARDS, data)
-    assert await pull_into(open_copy(tmp_path), stage_request([store])) == end
+    assert await pull_with_mooncake(open_copy(tmp_path), stage_request([store])) == end
     assert store.pieces_given == PIECES
     assert "no device for RDMA" in caplog.text
 
@@ -214,7 +197,7 @@ async def test_pods_without_a_device_for_rdma_use_http(
 async def test_a_parent_without_mooncake_sends_over_http(tmp_path: Path, data: list[bytes]) -> None:
     async with run_pod(tmp_path / "store") as store:
         end = store.hold(SHARDS, data)
-        assert await pull_into(open_copy(tmp_path), stage_request([store])) == end
+        assert await pull_with_mooncake(open_copy(tmp_path), stage_request([store])) == end
         assert store.pieces_given == PIECES
 
 
@@ -225,7 +208,7 @@ async def test_a_parent_with_another_transport_sends_over_http(
     end = store.hold(SHARDS, data)
     (faults / "rdma").touch()
     monkeypatch.setattr(mooncake, "find_transport", lambda: next(transports))
-    assert await pull_into(open_copy(tmp_path), stage_request([store])) == end
+    assert await pull_with_mooncake(open_copy(tmp_path), stage_request([store])) == end
     assert store.pieces_given == PIECES
     assert "The other pod uses rdma, and this one tcp." in caplog.text
 
@@ -240,7 +223,7 @@ async def test_rdma_is_not_replaced_by_tcp(
     use_rdma(monkeypatch, tmp_path)
     store = pods[1]
     end = store.hold(SHARDS, data)
-    assert await pull_into(open_copy(tmp_path), stage_request([store])) == end
+    assert await pull_with_mooncake(open_copy(tmp_path), stage_request([store])) == end
     assert store.pieces_given == PIECES
     assert "Mooncake could not start with rdma at 127.0.0.1" in caplog.text
 
@@ -253,7 +236,7 @@ async def test_mooncake_for_efa_is_refused(
     use_rdma(monkeypatch, tmp_path)
     store = pods[1]
     end = store.hold(SHARDS, data)
-    assert await pull_into(open_copy(tmp_path), stage_request([store])) == end
+    assert await pull_with_mooncake(open_copy(tmp_path), stage_request([store])) == end
     assert store.pieces_given == PIECES
     assert "This build of Mooncake is for EFA" in caplog.text
 
@@ -263,13 +246,13 @@ async def test_a_cancelled_copy_leaves_no_process(pods: list[Pod], tmp_path: Pat
     store, copy = pods[1], open_copy(tmp_path)
     end = store.hold(SHARDS, data)
     (faults / "hang").touch()
-    task = asyncio.create_task(pull_into(copy, stage_request([store])))
+    task = asyncio.create_task(pull_with_mooncake(copy, stage_request([store])))
     await until(lambda: mooncake_processes(tmp_path) == 2)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
     (faults / "hang").unlink()
-    assert await pull_into(copy, stage_request([store])) == end
+    assert await pull_with_mooncake(copy, stage_request([store])) == end
     assert (read_data(copy), store.pieces_given) == (data, 0)
 
 
@@ -282,7 +265,7 @@ async def test_wrong_bytes_of_the_parent_itself_are_refused(pods: list[Pod], tmp
     peer.copy.seal()
     peer.copy.shard_path(0).write_bytes(bytes(peer.copy.file_sizes[0]))
     with pytest.raises(StagedError, match="No parent gives the right bytes"):
-        await pull_into(open_copy(tmp_path), stage_request([peer]))
+        await pull_with_mooncake(open_copy(tmp_path), stage_request([peer]))
 
 
 async def test_a_parent_that_failed_is_read_over_http_for_some_time(
@@ -294,14 +277,14 @@ async def test_a_parent_that_failed_is_read_over_http_for_some_time(
     store, readers = pods[1], mooncake_readers()
     store.hold(SHARDS, data)
     (faults / "hang").touch()
-    await pull_into(open_copy(tmp_path / "1"), stage_request([store]), readers)
+    await pull_with_mooncake(open_copy(tmp_path / "1"), stage_request([store]), readers)
     (faults / "hang").unlink()
     store.asked.clear()
-    await pull_into(open_copy(tmp_path / "2"), stage_request([store]), readers)
+    await pull_with_mooncake(open_copy(tmp_path / "2"), stage_request([store]), readers)
     assert (store.pieces_given, any("/memory/" in path for path in store.asked)) == (PIECES, False)
     monkeypatch.setattr(mooncake, "_RETRY_SECONDS", 0.0)
     store.asked.clear()
-    await pull_into(open_copy(tmp_path / "3"), stage_request([store]), readers)
+    await pull_with_mooncake(open_copy(tmp_path / "3"), stage_request([store]), readers)
     assert store.pieces_given == 0
 
 
@@ -313,10 +296,10 @@ async def test_a_failure_that_takes_no_time_is_not_remembered(
     store, readers = pods[1], mooncake_readers()
     store.hold(SHARDS, data)
     (faults / "crash").touch()
-    await pull_into(open_copy(tmp_path / "1"), stage_request([store]), readers)
+    await pull_with_mooncake(open_copy(tmp_path / "1"), stage_request([store]), readers)
     (faults / "crash").unlink()
     store.asked.clear()
-    await pull_into(open_copy(tmp_path / "2"), stage_request([store]), readers)
+    await pull_with_mooncake(open_copy(tmp_path / "2"), stage_request([store]), readers)
     assert store.pieces_given == 0
 
 
@@ -331,7 +314,7 @@ async def test_a_parent_has_time_to_start_mooncake(tmp_path: Path, data: list[by
 
     async with run_pod(tmp_path / "store", start_slowly, mooncake=True) as store:
         end = store.hold(SHARDS, data)
-        assert await pull_into(open_copy(tmp_path), stage_request([store])) == end
+        assert await pull_with_mooncake(open_copy(tmp_path), stage_request([store])) == end
         assert store.pieces_given == 0
 
 
@@ -348,7 +331,7 @@ def test_a_crash_while_another_piece_waits_for_its_parent(tmp_path: Path, faults
 
         async with run_pod(tmp_path / "store", hold_second, mooncake=True) as store:
             end, copy = store.hold(shards, data), open_copy(tmp_path)
-            assert await pull_into(copy, stage_request([store])) == end
+            assert await pull_with_mooncake(copy, stage_request([store])) == end
             assert (read_data(copy), store.pieces_given) == (data, 2)
             assert any("/memory/1" in path for path in store.asked)
 
@@ -380,6 +363,6 @@ async def test_a_parent_that_names_a_host_is_not_followed(tmp_path: Path, data: 
 
     async with run_pod(tmp_path / "store", located) as store:
         end = store.hold(SHARDS, data)
-        assert await pull_into(open_copy(tmp_path), stage_request([store])) == end
+        assert await pull_with_mooncake(open_copy(tmp_path), stage_request([store])) == end
         assert store.pieces_given == PIECES
     assert "'metadata.internal:80' in place of an IP address" in caplog.text

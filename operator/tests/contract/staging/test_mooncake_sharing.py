@@ -4,60 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
-import aiohttp
 import pytest
 
 from sglang_rollout.staging import mooncake
-from sglang_rollout.staging.copies import Copy
-from sglang_rollout.staging.mooncake import MooncakeProcess, MooncakeReader, SharedMemory
-from sglang_rollout.staging.piece_reader import OpenReader
-from sglang_rollout.staging.pull import pull
+from sglang_rollout.staging.mooncake import MooncakeProcess, SharedMemory
 from sglang_rollout.wire.reasons import RefusedError
-from sglang_rollout.wire.staged import StageRequest, VersionEnd
-from tests.contract.support.staging_pods import Pod, get, run_pod, stage_request, until, use_rdma
+from tests.contract.support.staging_pods import SHARDS, Pod, get, pull_with_mooncake, stage_request, until, use_rdma
 from tests.support.staged import (
     LIMIT,
-    PIECE,
     TICKET,
     copies,
     fill,
     open_copy,
     random_version,
     read_data,
-    shard,
     update_id,
-    use_small_pieces,
 )
 
-SHARDS = [shard(4 * PIECE + 1, 30), shard(PIECE), shard(0), shard(7)]
-
-
-@pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_small_pieces(monkeypatch)
-    monkeypatch.setenv("MC_FORCE_TCP", "1")
-
-
-@pytest.fixture
-async def pods(tmp_path: Path) -> AsyncIterator[list[Pod]]:
-    """A peer, and the store. Both share their memory."""
-    async with AsyncExitStack() as stack:
-        yield [await stack.enter_async_context(run_pod(tmp_path / name, mooncake=True)) for name in ("peer", "store")]
-
-
-@pytest.fixture
-def data() -> list[bytes]:
-    return random_version(SHARDS)
-
-
-async def pull_into(copy: Copy, request: StageRequest, reader: OpenReader = MooncakeReader, base: Copy | None = None) -> VersionEnd:
-    async with aiohttp.ClientSession() as session:
-        return await pull(session, request, copy, base, open_reader=reader)
+pytestmark = pytest.mark.usefixtures("over_tcp")
 
 
 def maps_of(folder: Path) -> list[str]:
@@ -70,6 +37,13 @@ def maps_of(folder: Path) -> list[str]:
     return found
 
 
+async def check_shared(store: Pod, data: list[bytes], folder: Path) -> None:
+    """Assert that a version which the store holds from now on is copied without its data port."""
+    end, copy = store.hold(SHARDS, data), open_copy(folder)
+    assert await pull_with_mooncake(copy, stage_request([store])) == end
+    assert (read_data(copy), store.pieces_given) == (data, 0)
+
+
 # Deleted files
 
 
@@ -78,14 +52,14 @@ async def test_a_deleted_copy_is_no_longer_mapped(pods: list[Pod], tmp_path: Pat
     """A map would keep the memory of the deleted files."""
     store = pods[1]
     store.hold(SHARDS, data)
-    await pull_into(open_copy(tmp_path), stage_request([store]))
+    await pull_with_mooncake(open_copy(tmp_path), stage_request([store]))
     folder, child = store.copy.folder, store.sharing
     assert len(maps_of(folder)) >= len(SHARDS) - 1
     await store.copies.keep(set())
     assert maps_of(folder.parent) == []
     assert child.is_alive, "the maps did not end with their process"
     end = store.hold(SHARDS, data)
-    assert await pull_into(open_copy(tmp_path / "again"), stage_request([store])) == end
+    assert await pull_with_mooncake(open_copy(tmp_path / "again"), stage_request([store])) == end
     assert store.pieces_given == 0
     assert store.sharing is child
 
@@ -94,13 +68,11 @@ async def test_a_deleted_copy_is_no_longer_mapped(pods: list[Pod], tmp_path: Pat
 async def test_a_copy_that_is_started_again_is_read_again(pods: list[Pod], tmp_path: Path, data: list[bytes]) -> None:
     store, other = pods[1], random_version(SHARDS)
     store.hold(SHARDS, data)
-    await pull_into(open_copy(tmp_path), stage_request([store]))
+    await pull_with_mooncake(open_copy(tmp_path), stage_request([store]))
     child = store.sharing
     await store.copy.reset()
     assert maps_of(store.copy.folder.parent) == []
-    end, copy = store.hold(SHARDS, other), open_copy(tmp_path / "again")
-    assert await pull_into(copy, stage_request([store])) == end
-    assert (read_data(copy), store.pieces_given) == (other, 0)
+    await check_shared(store, other, tmp_path / "again")
     assert store.sharing is child
     assert child.is_alive
 
@@ -109,7 +81,7 @@ async def test_a_copy_that_is_started_again_is_read_again(pods: list[Pod], tmp_p
 async def test_a_cancelled_reset_ends_all_maps(pods: list[Pod], tmp_path: Path, data: list[bytes]) -> None:
     store, other = pods[1], random_version(SHARDS)
     store.hold(SHARDS, data)
-    await pull_into(open_copy(tmp_path), stage_request([store]))
+    await pull_with_mooncake(open_copy(tmp_path), stage_request([store]))
     child = store.sharing
     assert store.memory is not None
     async with store.memory._lock:  # as another call has it
@@ -120,9 +92,7 @@ async def test_a_cancelled_reset_ends_all_maps(pods: list[Pod], tmp_path: Path, 
     with pytest.raises(asyncio.CancelledError):
         await task
     assert maps_of(store.copy.folder.parent) == []
-    end, copy = store.hold(SHARDS, other), open_copy(tmp_path / "again")
-    assert await pull_into(copy, stage_request([store])) == end
-    assert (read_data(copy), store.pieces_given) == (other, 0)
+    await check_shared(store, other, tmp_path / "again")
     assert store.sharing is child
     assert child.is_alive
 
@@ -186,7 +156,7 @@ async def test_other_pods_cannot_write_to_a_copy(pods: list[Pod], tmp_path: Path
     """A pod that reaches the ports of Mooncake may ask it to write, but over TCP the maps are read-only."""
     store = pods[1]
     store.hold(SHARDS, data)
-    await pull_into(open_copy(tmp_path), stage_request([store]))
+    await pull_with_mooncake(open_copy(tmp_path), stage_request([store]))
     assert {line.split()[1] for line in maps_of(store.copy.folder)} == {"r--s"}
 
 
@@ -195,10 +165,10 @@ async def test_the_sharing_process_may_be_killed(pods: list[Pod], tmp_path: Path
     """The next copy asks for it, so it is started again."""
     store = pods[1]
     end = store.hold(SHARDS, data)
-    await pull_into(open_copy(tmp_path), stage_request([store]))
+    await pull_with_mooncake(open_copy(tmp_path), stage_request([store]))
     await store.sharing.kill()
     copy = open_copy(tmp_path / "again")
-    assert await pull_into(copy, stage_request([store])) == end
+    assert await pull_with_mooncake(copy, stage_request([store])) == end
     assert (read_data(copy), store.pieces_given) == (data, 0)
 
 

@@ -17,11 +17,10 @@ from sglang_rollout.staging import pull as pulling
 from sglang_rollout.staging.index import StagedError, StagedFault
 from sglang_rollout.wire.staged import IndexEntry, IndexReply, Shard, VersionEnd
 from sglang_rollout.wire.states import Version
-from tests.contract.support.staging_pods import SECONDS, Fault, Handler, Pod, pull_into, run_pod, stage_request, until
+from tests.contract.support.staging_pods import SECONDS, SHARDS, Fault, Handler, Pod, pull_into, run_pod, stage_request, until
 from tests.support.staged import LIMIT, PIECE, TICKET, copies, open_copy, pieces, random_version, read_data, sha256, shard, update_id
 from tests.support.staged import use_small_pieces as set_small_pieces
 
-SHARDS = [shard(4 * PIECE + 1, 30), shard(PIECE), shard(0), shard(7)]
 PIECES = 7
 
 

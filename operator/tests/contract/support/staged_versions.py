@@ -10,11 +10,11 @@ from typing import Any
 
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from e2e.held_tensors import changed_state
 
 from sglang_rollout.staging.copies import Copies, Copy
 from sglang_rollout.staging.serve import staging_routes
 from sglang_rollout.testing import Held
-from sglang_rollout.testing.policy import default_state
 from sglang_rollout.wire.agent import AckRequest, AgentStatus
 from sglang_rollout.wire.ports import AGENT_ACTIVATE, AGENT_STAGE
 from sglang_rollout.wire.signed import SignedVersion
@@ -56,17 +56,6 @@ class Source:
         digest = copy.seal(version).digest if sealed else ""
         self.made[step] = StagedVersion(version, copy.update, digest, tensors)
         return self.made[step]
-
-
-def changed_state(step: int) -> dict[str, Held]:
-    """Return the stand-in's base weights with the lowest byte of each element changed."""
-
-    def change(data: bytes) -> bytes:
-        new = bytearray(data)
-        new[::4] = bytes((byte + step) % 256 for byte in new[::4])
-        return bytes(new)
-
-    return {name: Held(held.dtype, held.shape, change(held.data)) for name, held in default_state().items()}
 
 
 def fill_with(copy: Copy, tensors: dict[str, Held]) -> None:

@@ -17,16 +17,19 @@ from aiohttp import web
 from sglang_rollout.staging import mooncake as staging_mooncake
 from sglang_rollout.staging.bandwidth import Bandwidth
 from sglang_rollout.staging.copies import Copies, Copy
-from sglang_rollout.staging.mooncake import MooncakeProcess, SharedMemory
+from sglang_rollout.staging.mooncake import MooncakeProcess, MooncakeReader, SharedMemory
+from sglang_rollout.staging.piece_reader import OpenReader, PieceReader
 from sglang_rollout.staging.pull import pull
 from sglang_rollout.staging.serve import staging_routes
 from sglang_rollout.wire.ports import STAGED, TICKET_HEADER
 from sglang_rollout.wire.staged import Shard, StageRequest, VersionEnd
-from tests.support.staged import LIMIT, TICKET, fill, update_id
+from tests.support.staged import LIMIT, PIECE, TICKET, fill, shard, update_id
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Fault = Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]
 STAND_IN_MOONCAKE = Path(__file__).parent / "stand_in_mooncake"
+SHARDS = [shard(4 * PIECE + 1, 30), shard(PIECE), shard(0), shard(7)]
+"""Tensors of a version with seven small pieces."""
 SECONDS = 30.0
 """Deadline of waits that end at once unless something is broken."""
 
@@ -102,9 +105,21 @@ def stage_request(parents: Sequence[Pod | str], *, digest: str = "", deadline: f
     return StageRequest(update=update_id(), parents=urls, ticket=ticket, size_limit=LIMIT, digest=digest, deadline=deadline)
 
 
-async def pull_into(copy: Copy, request: StageRequest, base: Copy | None = None, receiving: Bandwidth | None = None) -> VersionEnd:
+async def pull_into(
+    copy: Copy,
+    request: StageRequest,
+    base: Copy | None = None,
+    receiving: Bandwidth | None = None,
+    open_reader: OpenReader = PieceReader,
+) -> VersionEnd:
     async with aiohttp.ClientSession() as session:
-        return await pull(session, request, copy, base, receiving=receiving)
+        return await pull(session, request, copy, base, receiving=receiving, open_reader=open_reader)
+
+
+async def pull_with_mooncake(
+    copy: Copy, request: StageRequest, reader: OpenReader = MooncakeReader, base: Copy | None = None
+) -> VersionEnd:
+    return await pull_into(copy, request, base, open_reader=reader)
 
 
 async def get(url: str, path: str, ticket: str = TICKET) -> tuple[int, bytes, dict[str, str]]:

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from sglang_rollout.trainer.calls import Http
-from sglang_rollout.trainer.errors import FleetRefused
+from sglang_rollout.trainer.errors import FleetError, FleetRefused, FleetUnreachable
 from sglang_rollout.weights import fleet as weights_fleet
 from sglang_rollout.weights.fleet import FleetWeights
 from sglang_rollout.wire.ports import FLEET_UPDATES
@@ -19,16 +19,16 @@ UPDATE = "a" * 32
 class Scripted:
     """Refuses some commits, and takes the next."""
 
-    def __init__(self, *refusals: int) -> None:
-        self.refusals = list(refusals)
+    def __init__(self, *errors: FleetError) -> None:
+        self.errors = list(errors)
         self.withdrawn: list[str] = []
 
     def post(self, path: str, body: dict[str, Any], *, timeout: float) -> dict[str, Any]:
         """Answer a call."""
         if path == FLEET_UPDATES:
             return {"fleet": {"update": UPDATE, "ticket": "t"}}
-        if self.refusals:
-            raise FleetRefused(path, self.refusals.pop(0), "Too few engines are up. Try again.")
+        if self.errors:
+            raise self.errors.pop(0)
         return {"fleet": {"state": "committed"}, "message": ""}
 
     def send(self, *_: object, **__: object) -> SimpleNamespace:
@@ -40,15 +40,19 @@ class Scripted:
         self.withdrawn.append(path)
 
 
+def refused(status: int) -> FleetRefused:
+    return FleetRefused(f"{FLEET_UPDATES}/{UPDATE}/commit", status, "Too few engines are up. Try again.")
+
+
 def test_restore_waits_for_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights_fleet, "POLL_SECONDS", 0.0)
-    fleet = Scripted(503, 502)
+    fleet = Scripted(refused(503), FleetUnreachable("The coordinator is away."), refused(502))
     assert FleetWeights(cast("Http", fleet)).restore("1/1", None, 60, take_over=False)["state"] == "committed"
     assert fleet.withdrawn == []
 
 
 def test_restore_gives_up_what_the_fleet_refuses() -> None:
-    fleet = Scripted(409)
+    fleet = Scripted(refused(409))
     with pytest.raises(FleetRefused):
         FleetWeights(cast("Http", fleet)).restore("1/1", None, 60, take_over=False)
     assert fleet.withdrawn == [f"{FLEET_UPDATES}/{UPDATE}"]
