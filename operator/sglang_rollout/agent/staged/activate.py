@@ -24,6 +24,7 @@ from sglang_rollout.agent.staged.attempts import Attempts
 from sglang_rollout.agent.staged.saved import SavedVersion, SavedVersions
 from sglang_rollout.agent.staged.verdicts import Verdicts
 from sglang_rollout.agent.staged.ways import LoadWay
+from sglang_rollout.agent.staged.written import WrittenTensors, tensors_of
 from sglang_rollout.agent.update import acknowledge
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.sglang.checksums import Checksums
@@ -42,6 +43,8 @@ _RESUME_SECONDS = 10.0
 """Time for the engine to generate again after a load. If it takes longer, the coordinator resumes or fences it."""
 _STAGE_SECONDS, _STAGE_FACTOR = 30.0, 2.0
 """Time for the load of each later pipeline stage: so many seconds, and so many times as long as the first stage took."""
+_QUESTION_SECONDS = 30.0
+"""Time for the engine to say what it holds. A load takes longer, so a busy engine is no reason to refuse it."""
 _NO_SESSION = b"no weight-update session is open"
 """SGLang's answer to the end of a session that is not open; SGLang has no codes."""
 
@@ -63,6 +66,20 @@ class _Running:
     task: asyncio.Task[ActivateReply]
 
 
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """What is known before a load."""
+
+    copy: Copy
+    live_label: str
+    """Version label that the engine reports."""
+    attempt: str
+    tensors: frozenset[str]
+    """The tensors of the copy."""
+    written: frozenset[str]
+    """The tensors that earlier loads may have written; the copy has them all."""
+
+
 class Activator:
     """Loads one version at a time.
 
@@ -70,24 +87,31 @@ class Activator:
         agent: The agent.
         copies: The copies of this pod.
         saved: What is remembered of each version.
+        written: The tensors that loads have written since the engine's start.
         verdicts: The verdicts of the loader in all ranks.
         way: How the engine loads versions.
         pipeline_size: Pipeline stages of the engine; each of its tensor-parallel ranks exists once for each stage.
     """
 
     def __init__(
-        self, agent: Agent, copies: Copies, saved: SavedVersions, verdicts: Attempts, way: LoadWay, *, pipeline_size: int = 1
+        self,
+        agent: Agent,
+        copies: Copies,
+        saved: SavedVersions,
+        written: WrittenTensors,
+        verdicts: Attempts,
+        *,
+        way: LoadWay,
+        pipeline_size: int = 1,
     ) -> None:
         self._agent = agent
         self._way = way
         self._copies = copies
         self._saved = saved
+        self._written = written
         self._verdicts = verdicts
         self._pipeline_size = pipeline_size
         self._running: _Running | None = None
-        self._foreign: tuple[str, frozenset[str]] = ("", frozenset())
-        """Boot ID of an engine in which a load failed after its first write, and the names of the version's tensors. A version without some
-        of them would leave what that load has written."""
         self.failed_at: float | None = None
         """When the last load failed; None if it did not."""
 
@@ -193,18 +217,12 @@ class Activator:
             log.info("The %s has ended: %s.", task.get_name(), spent or "the engine had loaded it before")
 
     async def _run(self, request: ActivateRequest, *, is_own: bool) -> ActivateReply:
-        agent, record = self._agent, self._agent.state.record
+        agent, record, ack = self._agent, self._agent.state.record, request.ack
         try:
-            if record.boot_id == request.ack.boot_id and record.state is EngineState.CLEAN and record.version == request.ack.version:
-                found = await acknowledge(agent, request.ack, _ANSWER_SECONDS, checksums=request.checksums)  # a repeated call
+            if record.boot_id == ack.boot_id and record.state is EngineState.CLEAN and record.version == ack.version:
+                found = await acknowledge(agent, ack, _ANSWER_SECONDS, checksums=request.checksums)  # a repeated call
                 return ActivateReply(checksums=_listed(found))
-            copy = self._check(request)
-            await self._way.check_copy(copy)
-            live_label = await agent.engine.read_label()
-            await agent.confirm_process()
-            attempt = await self._verdicts.open(request)
-            self._check(request)  # another call may have come meanwhile
-            record = agent.state.record
+            start = await self._prepare(request)
         except ActivationError:
             raise
         except RefusedError as error:
@@ -213,28 +231,57 @@ class Activator:
             raise _refused(RefusalCode.UNAVAILABLE, f"The engine cannot be asked for its state: {error}.") from None
         except OSError as error:
             raise _refused(RefusalCode.INTERNAL_ERROR, f"The folder of verdicts cannot be written: {error.strerror or error}.") from None
+        record = agent.state.record
         known = self._saved.load(request.update)
         checksums = known.checksums if known is not None and known.digest == request.digest else None
-        version = SavedVersion(ack=request.ack, digest=request.digest, checksums=checksums)
+        version = SavedVersion(ack=ack, digest=request.digest, checksums=checksums)
         if not is_own:
             self._saved.save(request.update, version)
-        body = self._way.body(copy, attempt, self._tensor_size)
-        load = _Load(agent, request, self._way, body, self._verdicts, attempt=attempt, ranks=self._ranks, stages=self._pipeline_size)
-        wanted = tuple(request.expected) if request.expected is not None else None
-        try:
-            reply = await load.run(live_label, checksums if is_own else wanted)
-        except BaseException as error:
-            if not isinstance(error, ActivationError) or error.wrote:
-                self._foreign = (request.ack.boot_id, _names(copy))
-            raise
-        self._foreign = ("", frozenset())
-        self._name_version(copy, request)
+        reply = await self._load(request, start, checksums if is_own else _expected(request))
+        self._name_version(start.copy, request)
         if reply.checksums is not None:
             self._saved.save(request.update, version.model_copy(update={"checksums": tuple(reply.checksums)}))
         # A dirty engine is paused because of an update that has ended. Any other pause ends with the side that began it.
         if is_own and (record.state is EngineState.DIRTY or not record.interruption.is_pause):
             await self._resume(_ANSWER_SECONDS)
         return reply
+
+    async def _prepare(self, request: ActivateRequest) -> _Start:
+        """Check the request, the copy and the engine. Raises RefusedError, EngineError and OSError."""
+        agent = self._agent
+        copy = self._check(request)
+        await self._way.check_copy(copy)
+        live_label = await agent.engine.read_label(timeout=_QUESTION_SECONDS)
+        await agent.confirm_process()
+        attempt = await self._verdicts.open(request)
+        tensors = await asyncio.to_thread(tensors_of, copy)
+        written = await asyncio.to_thread(self._written.read, request.ack.boot_id)
+        if left := len(written - tensors):
+            message = f"Loads since the engine's start may have written tensors that this version does not have ({left} of {len(written)})."
+            raise _refused(RefusalCode.CONFLICT, f"{message} Restart the engine, or push a version with them.")
+        self._check(request)  # another call may have come meanwhile
+        return _Start(copy, live_label, attempt, tensors, written)
+
+    async def _load(self, request: ActivateRequest, start: _Start, expected: Checksums | None) -> ActivateReply:
+        """Load the version, and remember before the first write which tensors it writes. Raises ActivationError."""
+        body = self._way.body(start.copy, start.attempt, self._tensor_size)
+        load = _Load(
+            self._agent, request, self._way, body, self._verdicts, attempt=start.attempt, ranks=self._ranks, stages=self._pipeline_size
+        )
+        self._remember(request, start.tensors)
+        try:
+            return await load.run(start.live_label, expected)
+        except ActivationError as error:
+            if not error.wrote:
+                self._remember(request, start.written)
+            raise
+
+    def _remember(self, request: ActivateRequest, tensors: frozenset[str]) -> None:
+        """Remember the tensors that loads have written. Raises ActivationError."""
+        try:
+            self._written.replace(request.ack.boot_id, tensors)
+        except RecordError as error:
+            raise _refused(RefusalCode.INTERNAL_ERROR, str(error)) from None
 
     @staticmethod
     def _name_version(copy: Copy, request: ActivateRequest) -> None:
@@ -284,15 +331,7 @@ class Activator:
             found = copy.index.end.digest
             message = f"The copy of update {request.update} has the digest {found[:12]}…, not {request.digest[:12]}…."
             raise _refused(RefusalCode.CONFLICT, message)
-        boot, written = self._foreign
-        if boot == request.ack.boot_id and (left := sorted(written - _names(copy))):
-            message = f"A load that failed may have written {left[0]} ({len(left)} such tensors), which this version does not have."
-            raise _refused(RefusalCode.CONFLICT, f"{message} Restart the engine, or push a version with them.")
         return copy
-
-
-def _names(copy: Copy) -> frozenset[str]:
-    return frozenset(tensor.name for shard in copy.index.shards for tensor in shard.tensors)
 
 
 class _Load:
@@ -442,7 +481,7 @@ async def restore(agent: Agent, attempt: str) -> bool:
         if not reply.ok and _NO_SESSION not in reply.body:
             return False
     # SGLang takes over the label of a version that its loader has refused.
-    if await agent.engine.read_label() != activation.live_label:
+    if await agent.engine.read_label(timeout=_QUESTION_SECONDS) != activation.live_label:
         body = {"new_version": activation.live_label}
         if not (await agent.control(ControlCall.SET_VERSION, body, _ANSWER_SECONDS, attempt=attempt)).ok:
             return False
@@ -456,6 +495,10 @@ async def _join(running: _Running, end: float) -> ActivateReply:
     if not running.task.done():
         raise _late(running.update)
     return running.task.result()
+
+
+def _expected(request: ActivateRequest) -> Checksums | None:
+    return tuple(request.expected) if request.expected is not None else None
 
 
 def _late(update: str) -> ActivationError:

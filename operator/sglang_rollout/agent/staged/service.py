@@ -19,6 +19,7 @@ from sglang_rollout.agent.staged.saved import SavedVersions
 from sglang_rollout.agent.staged.stage import Stager, open_session
 from sglang_rollout.agent.staged.verdicts import VerdictFolder
 from sglang_rollout.agent.staged.ways import choose_way
+from sglang_rollout.agent.staged.written import WrittenTensors
 from sglang_rollout.internal.requests import deadline_of, read_message
 from sglang_rollout.proxy.address import Address
 from sglang_rollout.staging.bandwidth import Bandwidth
@@ -142,7 +143,8 @@ async def run_staged_service(
     async with open_session() as session, share_memory(copies, wanted=mooncake) as memory:
         folder = VerdictFolder(verdicts)
         way = choose_way(agent.engine, folder, data_size=data_size, model_path=model_path)
-        activator = Activator(agent, copies, saved, Attempts(folder, members), way, pipeline_size=pipeline_size)
+        written, attempts = WrittenTensors(state), Attempts(folder, members)
+        activator = Activator(agent, copies, saved, written, attempts, way=way, pipeline_size=pipeline_size)
         stager = Stager(copies, saved, session, lambda: activator.updates_in_use, Bandwidth(bandwidth_limit), mooncake=mooncake)
         try:
             own_copy = OwnCopyWatch(agent, activator, saved)

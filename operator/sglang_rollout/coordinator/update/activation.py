@@ -311,8 +311,6 @@ async def _write_commit(fleet: Fleet, update: Update, staged: StagedUpdate) -> N
     weights.staged = StagedVersion(update=staged.id, digest=staged.digest, bytes=staged.bytes)
     weights.checksums = dict(staged.checksums)
     weights.groups = frozenset(update.data) or weights.groups
-    for engine in fleet.engines.values():
-        engine.foreign = None
     record = fleet.record()
     if record is not None:
         await write(record)

@@ -88,8 +88,6 @@ def _needs_catch_up(fleet: Fleet, name: str) -> bool:
         return False
     if not fleet.can_take_updates(engine):
         return False
-    if engine.foreign is not None and engine.foreign == engine.boot:
-        return False
     # A staged copy may be loaded by the agent itself at this time; the coordinator's call then waits for it.
     by_agent = isinstance(find_source(fleet), StagedVersion)
     if not by_agent and (engine.status.session or (engine.status.paused and fleet.applied_state is FleetState.ACTIVE)):

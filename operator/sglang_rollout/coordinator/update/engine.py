@@ -61,9 +61,6 @@ class Engine:
     """The version at whose load, from a staged copy, it failed last after its first write."""
     is_copying: bool = False
     """True while its pod copies the committed version outside an update, and nothing waits for that: the engine boots, for example."""
-    foreign: str | None = None
-    """The boot ID in which a failed update may have loaded tensors that the committed version does not have. Only a later version that has
-    them makes the engine whole again."""
     compared: str | None = None
     """The boot ID in which its weights were compared after they had been released."""
     note: str = ""

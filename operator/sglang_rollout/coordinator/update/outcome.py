@@ -307,8 +307,6 @@ def _forget_staged(fleet: Fleet, update: Update) -> None:
         fleet.weights.announced.remove(staged.new_names)
         return
     fleet.weights.reserve([staged.version])
-    for name in staged.called if staged.new_names else ():
-        fleet.engines[name].foreign = update.boots.get(name)
 
 
 def _way_out(fleet: Fleet, update: Update) -> str:

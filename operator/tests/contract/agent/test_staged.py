@@ -332,20 +332,36 @@ async def test_weights_that_differ_from_the_last_load_do_not_serve(pod: PodHere,
     assert [hit.kind for hit in engine.fired] == ["corrupt"]
 
 
-async def test_an_older_version_is_not_loaded_over_tensors_that_it_does_not_have(pod: PodHere, source: Source, engine: StandIn) -> None:
-    """A load that failed may have written them, and no checksum would show it."""
+@pytest.mark.parametrize("fault", ["oom", ""])
+async def test_an_older_version_is_not_loaded_over_tensors_that_it_does_not_have(
+    pod: PodHere, source: Source, engine: StandIn, fault: str
+) -> None:
+    """A load that failed may have written them, or one that succeeded and was not committed. No checksum would show it."""
     names = list(changed_state(1))
     one, two = source.make(1, without=names[0]), source.make(2)
     assert (await stage(pod, source, one)).status == 200
     assert (await activate(pod, one, checksums=False)).status == 200
     assert (await commit(pod, one)).gate_open
     await stage(pod, source, two, keep=(one,))
-    engine.faults.add("oom", "write")
-    assert (await activate(pod, two, checksums=False)).body["wrote"] is True
+    if fault:
+        engine.faults.add(fault, "write")
+    assert (await activate(pod, two, checksums=False)).status == (409 if fault else 200)
     refused = await activate(pod, one, checksums=False)
-    assert (refused.status, names[0] in refused.body["message"]) == (409, True), refused.body
+    assert (refused.status, "tensors that this version does not have" in refused.body["message"]) == (409, True), refused.body
+    assert refused.body["wrote"] is False
     assert not (await pod.status(**one.committed)).gate_open
     assert (await activate(pod, two, checksums=False)).status == 200
+
+
+async def test_tensors_of_a_version_that_the_loader_refused_are_not_demanded(pod: PodHere, source: Source, engine: StandIn) -> None:
+    names = list(changed_state(1))
+    one, two, three = source.make(1, without=names[0]), source.make(2), source.make(3, without=names[0])
+    await serve_version(pod, source, one)
+    await stage(pod, source, two, keep=(one,))
+    engine.faults.add("refuse", "load")
+    assert (await activate(pod, two)).body["wrote"] is False
+    await stage(pod, source, three, keep=(one,))
+    assert (await activate(pod, three)).status == 200
 
 
 async def test_a_coordinators_call_waits_for_the_agents_own_load(pod: PodHere, source: Source, engine: StandIn) -> None:

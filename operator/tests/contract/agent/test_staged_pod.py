@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+from e2e.held_tensors import changed_state
 
 from sglang_rollout.staging.payload import LOADER
 from sglang_rollout.testing import StandIn, expected_tokens
@@ -239,6 +240,25 @@ async def test_the_own_copy_outlives_the_agent(pod: Pod, source: Source, engine:
     await until(pod.is_open, SECONDS, "the gate opens by the record")
     engine.restart()
     await until(lambda: is_serving(pod, made), SECONDS, "the engine serves the committed version again")
+
+
+async def test_a_restarted_agent_knows_which_tensors_a_load_has_written(pod: Pod, source: Source, engine: StandIn) -> None:
+    one, two = source.make(1, without=next(iter(changed_state(1)))), source.make(2)
+    await serve_version(pod, source, one)
+    await stage(pod, source, two, keep=(one,))
+    assert (await activate(pod, two, checksums=False)).status == 200
+    await pod.agent.end()
+    await pod.agent.start()
+    await until(pod.agent_answers, SECONDS, "the agent answers")
+    assert not (await pod.status(**one.committed)).gate_open
+    assert (await activate(pod, one, checksums=False)).status == 409
+    engine.restart()
+
+    async def serves() -> bool:
+        status = await pod.status()
+        return status.gate_open and status.version == one.version
+
+    await until(serves, SECONDS, "a restarted engine loads its own copy")
 
 
 async def test_a_loader_that_hangs_ends_with_the_restart_of_the_engine(engine: StandIn, source: Source, tmp_path: Path) -> None:

@@ -64,6 +64,8 @@ class Engine:
     pinned: set[str] = field(default_factory=set)
     loaded: str | None = None
     """The folder of the last update from disk."""
+    written: frozenset[str] = frozenset()
+    """The tensors that loads of staged versions have written. The agent keeps them on disk."""
 
 
 @dataclass(frozen=True)
@@ -410,6 +412,8 @@ class SimulatedAgent:
         is_gone = not self.up or before.boot_id != ack.boot_id or self.draining or bool(self.released)
         if is_gone or copy is None or copy.digest != body["digest"] or s.is_update_open(before) or (not works and not self.breaks):
             return refused
+        if not self.engine.written <= set(copy.tensors):
+            return replace(refused, message="this version lacks tensors that loads have written.")
         if self.signatures is not None:
             found = self.signatures.ack_refusal(ack, before, 1) or self.signatures.digest_refusal(ack.signed, copy.digest)
             if found is not None:
@@ -421,6 +425,7 @@ class SimulatedAgent:
         if not self.session:
             self._perform(ControlCall.BEGIN_UPDATE, {}, None)
         self.apply(ev.CallBegan(ControlCall.UPDATE_TENSOR, ""))
+        self.engine.written = frozenset(copy.tensors)
         written = dict(copy.tensors) if works else dict(list(copy.tensors.items())[:1])
         self.engine.tensors, self.engine.loaded = {**self.engine.tensors, **written}, None
         self.apply(ev.CallEnded(ControlCall.UPDATE_TENSOR, ok=works, boot_id=before.boot_id))
