@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import IO
 
 from aiohttp import web
 
 from sglang_rollout.staging.bandwidth import Bandwidth
+from sglang_rollout.staging.index import StagedError
 
 STALL_SECONDS = 30.0
 """Time without a byte after which a reader is given up."""
@@ -47,6 +48,44 @@ async def send_file(
         raise
     await response.write_eof()
     return response
+
+
+async def send_bytes(request: web.Request, parts: AsyncIterator[bytes], size: int, *, bandwidth: Bandwidth) -> web.StreamResponse:
+    """Answer with ``size`` bytes that ``parts`` yields, at this bandwidth. What the first part raises is raised before the answer begins.
+
+    Raises:
+        ConnectionResetError: The reader is gone or has stalled, or the bytes cannot be read to their end; the connection is closed.
+    """
+    part = await anext(parts, b"")
+    response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
+    response.content_length = size
+    await response.prepare(request)
+    transport = request.transport
+    sent = 0
+    try:
+        with bandwidth.transfer():
+            while part:
+                await _write(response, part, bandwidth)
+                sent += len(part)
+                part = await anext(parts, b"")
+        if sent != size:
+            raise ConnectionResetError("the file is too short")
+    except (OSError, TimeoutError, StagedError) as error:
+        if transport is not None:
+            transport.abort()  # the answer cannot be completed, and the reader must see that
+        raise ConnectionResetError(f"{request.path}: the answer broke off: {error}") from error
+    await response.write_eof()
+    return response
+
+
+async def _write(response: web.StreamResponse, part: bytes, bandwidth: Bandwidth) -> None:
+    position = 0
+    while position < len(part):
+        count, seconds = bandwidth.take_part(len(part) - position)
+        await asyncio.sleep(seconds)
+        async with asyncio.timeout(STALL_SECONDS):
+            await response.write(part[position : position + count])
+        position += count
 
 
 async def _flush(transport: asyncio.Transport) -> None:

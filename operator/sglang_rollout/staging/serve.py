@@ -16,7 +16,8 @@ from aiohttp import web
 from sglang_rollout.staging.bandwidth import Bandwidth
 from sglang_rollout.staging.copies import Copy
 from sglang_rollout.staging.index import StagedError
-from sglang_rollout.staging.send_file import send_file
+from sglang_rollout.staging.send_file import send_bytes, send_file
+from sglang_rollout.staging.volume import Volume
 from sglang_rollout.wire.ports import BASE_HEADER, STAGED, TICKET_HEADER
 from sglang_rollout.wire.reasons import Refusal, RefusalCode, RefusedError, reason_phrase
 from sglang_rollout.wire.staged import IndexEntry, IndexReply, ShardMemory
@@ -131,6 +132,8 @@ class _Routes:
         if (shard, piece) not in copy.index.digests:
             message = f"{request.path}: this piece has not arrived here."
             raise RefusedError(Refusal(RefusalCode.UNAVAILABLE, message), status=404, headers={"Retry-After": "1"})
+        if copy.volume is not None:
+            return await self._send_from_volume(request, copy, copy.volume, (shard, piece))
         try:
             file, offset, size, headers = _open_piece(copy, shard, piece, request.headers.get(BASE_HEADER, ""))
         except (StagedError, FileNotFoundError):  # deleted at this moment
@@ -139,6 +142,20 @@ class _Routes:
             if BASE_HEADER not in headers and request.query.get("only") == "difference":
                 return web.Response(status=204)
             return await send_file(request, file, offset, size, bandwidth=self._sending, headers=headers)
+
+    async def _send_from_volume(self, request: web.Request, copy: Copy, volume: Volume, place: tuple[int, int]) -> web.StreamResponse:
+        if request.query.get("only") == "difference":
+            return web.Response(status=204)
+        path, offset, size = copy.piece_location(*place)
+        try:
+            return await send_bytes(request, volume.read(path, offset, size), size, bandwidth=self._sending)
+        except FileNotFoundError:  # newer snapshots have replaced this one
+            raise self._unknown(request) from None
+        except ConnectionResetError:
+            raise  # the answer had begun
+        except (StagedError, OSError) as error:
+            message = f"{request.path}: the snapshot cannot be read: {error}"
+            raise RefusedError(Refusal(RefusalCode.UNAVAILABLE, message)) from None
 
     def memory(self, memory: SharesMemory) -> Handler:
         """Return the handler that answers where a shard is in memory."""

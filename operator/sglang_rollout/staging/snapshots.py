@@ -6,23 +6,22 @@ The weight store writes them (``store.snapshot_writer``). Beside the files of ev
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from sglang_rollout.checkpoints.snapshots import Snapshot
 from sglang_rollout.staging.copies import MANIFEST, Copy, Manifest
-from sglang_rollout.staging.files import BATCH_BYTES
 from sglang_rollout.staging.index import StagedError, StagedFault
+from sglang_rollout.staging.volume import IN_MEMORY, Volume
 from sglang_rollout.wire.states import Version
 
 PARALLEL_PIECES = 4
 """Pieces that are read at a time."""
 
 
-def open_snapshot(snapshot: Snapshot, ticket: str = "") -> Copy:
-    """Return a snapshot of a weight store as a complete copy that can only be read. Blocks.
+def open_snapshot(snapshot: Snapshot, volume: Volume, ticket: str = "") -> Copy:
+    """Return a snapshot of a weight store as a complete copy that can only be read. Blocks; call it with :meth:`.Volume.run`.
 
     Raises:
         StagedError: A file is missing or has another length, or the index is not that of the snapshot's digest.
@@ -36,6 +35,7 @@ def open_snapshot(snapshot: Snapshot, ticket: str = "") -> Copy:
         raise _damaged(folder, str(error).splitlines()[0]) from error
     if copy.index.end is None or copy.index.end.digest != described.digest:
         raise _damaged(folder, f"{MANIFEST} describes another version than {described.digest[:12]}…")
+    copy.volume = volume
     copy.version = Version(run=described.run, step=described.step, label=described.label)
     return copy
 
@@ -67,29 +67,13 @@ async def load_pieces(source: Copy, copy: Copy) -> None:
 async def _load_piece(source: Copy, copy: Copy, shard: int, piece: int, digest: str) -> None:
     path, offset, size = source.piece_location(shard, piece)
     try:
-        await copy.receive_piece(shard, piece, digest, _read(path, offset, size))
+        await copy.receive_piece(shard, piece, digest, (source.volume or IN_MEMORY).read(path, offset, size, None))
     except OSError as error:
         raise _damaged(source.folder, f"{path.name} cannot be read: {error.strerror or error}") from error
     except StagedError as error:
         if error.fault is StagedFault.WRONG_BYTES:
             raise _damaged(source.folder, f"piece {piece} of {path.name} does not have its SHA-256") from error
         raise
-
-
-async def _read(path: Path, offset: int, size: int) -> AsyncIterator[bytes]:
-    """Yield a part of a file. Opens the file for each part, so that no thread holds a closed file after a cancellation."""
-    while size > 0:
-        data = await asyncio.to_thread(_read_part, path, offset, min(size, BATCH_BYTES))
-        if not data:
-            return
-        yield data
-        offset, size = offset + len(data), size - len(data)
-
-
-def _read_part(path: Path, offset: int, size: int) -> bytes:
-    with path.open("rb", buffering=0) as file:
-        file.seek(offset)
-        return file.read(size) or b""
 
 
 def _damaged(folder: Path, problem: str) -> StagedError:

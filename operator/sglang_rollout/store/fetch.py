@@ -19,6 +19,7 @@ from sglang_rollout.staging.index import StagedError, StagedFault
 from sglang_rollout.staging.piece_reader import OpenReader
 from sglang_rollout.staging.pull import pull
 from sglang_rollout.staging.snapshots import load_pieces
+from sglang_rollout.staging.volume import IN_MEMORY
 from sglang_rollout.wire.staged import StageRequest, VersionEnd
 
 log = logging.getLogger(__name__)
@@ -116,7 +117,7 @@ async def _load(request: StageRequest, source: Copy, copy: Copy) -> VersionEnd:
 async def _load_before_deadline(source: Copy, copy: Copy, seconds: float) -> None:
     try:
         async with asyncio.timeout(seconds):
-            lock = await asyncio.to_thread(_lock, source.folder)
+            lock = await (source.volume or IN_MEMORY).run(lambda: _lock(source.folder), None)
             with lock:
                 await load_pieces(source, copy)
     except TimeoutError:

@@ -18,8 +18,9 @@ from pydantic import ValidationError
 from sglang_rollout.checkpoints import snapshots as files
 from sglang_rollout.checkpoints.publish import DirectoryInUseError, describe_refusal, lock_directory, remove_leftovers
 from sglang_rollout.staging.copies import Copy
-from sglang_rollout.staging.index import StagedError
+from sglang_rollout.staging.index import StagedError, StagedFault
 from sglang_rollout.staging.snapshots import open_snapshot
+from sglang_rollout.staging.volume import Volume
 from sglang_rollout.store.snapshot_writer import Job, Result, VerifyJob, WriteJob, describe_dropped
 from sglang_rollout.wire.reasons import Refusal, RefusalCode, RefusedError
 from sglang_rollout.wire.staged import StoreCommitRequest
@@ -73,6 +74,7 @@ class Snapshots:
         self.failures = 0
         """Snapshots that this process could not write."""
         self._message = ""
+        self._volume = Volume()
 
     def start(self) -> None:
         """Remove what an earlier process left unfinished, and list what is there, in the background."""
@@ -93,13 +95,14 @@ class Snapshots:
 
         Raises:
             RefusedError: There is no such snapshot.
-            StagedError: The snapshot is damaged.
+            StagedError: The snapshot is damaged, or the volume does not answer.
         """
         found = self._require(update)
         try:
-            return await asyncio.to_thread(open_snapshot, found, ticket)
+            return await self._volume.run(lambda: open_snapshot(found, self._volume, ticket))
         except StagedError as error:
-            self.note_damage(update, str(error))
+            if error.fault is StagedFault.WRONG_DIGEST:
+                self.note_damage(update, str(error))
             raise
 
     def note_damage(self, update: str, problem: str) -> None:
@@ -225,7 +228,7 @@ class Snapshots:
                 remove_leftovers(self._settings.directory)
 
         try:
-            await asyncio.to_thread(clean)
+            await self._volume.run(clean, None)
         except DirectoryInUseError as error:
             log.warning("%s Its unfinished snapshots stay.", error)
         except OSError as error:
@@ -234,7 +237,7 @@ class Snapshots:
         await self._list()
 
     async def _list(self) -> None:
-        listed = await asyncio.to_thread(_list_snapshots, self._settings.directory)
+        listed = await self._volume.run(lambda: _list_snapshots(self._settings.directory), None)
         self._found = {each.manifest.update: each for each in listed if each.manifest.update}
         self._problems = {update: problem for update, problem in self._problems.items() if update in self._found}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +26,11 @@ log = logging.getLogger(__name__)
 _CONNECT_SECONDS = 5.0
 _SILENT_SECONDS = 60.0
 """Time without a byte after which a connection to a parent has failed."""
+_PATIENCE_SECONDS = 60.0
+"""Time without a new byte after which the copy of a committed version has failed, if each parent has been asked.
+
+Its parents hold the whole version, so they have lost it or cannot be reached. The coordinator then names other parents, or a newer version.
+"""
 _CODES = {
     StagedFault.INVALID: RefusalCode.INVALID_REQUEST,
     StagedFault.TOO_LARGE: RefusalCode.INVALID_REQUEST,
@@ -136,7 +142,8 @@ class Stager:
             if request.update in self._updates_in_use():
                 raise StagedError(f"The copy of update {request.update} is being loaded, and has another digest.", StagedFault.WRONG_DIGEST)
             base, reader = self._copies.newest_besides(request.update), self._open_reader
-            work = pull(self._session, request, copy, base, receiving=self._receiving, open_reader=reader)
+            patience = math.inf if request.version is None else _PATIENCE_SECONDS
+            work = pull(self._session, request, copy, base, receiving=self._receiving, patience=patience, open_reader=reader)
             task = asyncio.create_task(work, name=f"copy of update {request.update}")
             task.add_done_callback(_log_failure)
             self._running[request.update] = _Copying(request, task)

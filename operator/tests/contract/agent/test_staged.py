@@ -12,6 +12,7 @@ import pytest
 from e2e.held_tensors import changed_state
 
 from sglang_rollout.agent.staged import own_copy
+from sglang_rollout.agent.staged import stage as staging
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.sglang.client import Reply
 from sglang_rollout.staging.payload import LOADER, loader_payload
@@ -308,6 +309,18 @@ async def test_a_repeated_call_joins_the_load_and_a_lost_answer_is_safe(pod: Pod
     assert len(engine.fired) == 1
     assert (await activate(pod, made, boot_id=boot)).status == 200, "the engine holds it already"
     assert (await pod.status()).version == made.version
+
+
+async def test_a_committed_version_that_nobody_has_is_given_up_long_before_the_deadline(
+    pod: PodHere, source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = source.make(1)
+    await source.copies.keep(set())
+    monkeypatch.setattr(staging, "_PATIENCE_SECONDS", 0.5)
+    lost = await stage(pod, source, made, deadline=60)
+    assert (lost.status, "No new byte" in lost.body["message"]) == (503, True), lost.body
+    early = await stage(pod, source, made, version=None, deadline=2)
+    assert "not complete in time; it continues" in early.body["message"], "the pods of an update wait for each other"
 
 
 # --- without a coordinator ---------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import requests
 from e2e.kube import eventually
 
 from sglang_rollout.checkpoints.snapshots import MANIFEST, list_snapshots, verify_snapshot
+from sglang_rollout.staging.copies import MANIFEST as COPY_MANIFEST
 from sglang_rollout.staging.copies import shard_file
 from sglang_rollout.wire.ports import (
     METRICS,
@@ -276,6 +277,29 @@ def test_readers_need_a_ticket_for_a_snapshot(store: StoreProcess) -> None:
     assert requests.get(url, headers={TICKET_HEADER: ""}, timeout=10).status_code == 403
     answer = requests.get(url, headers=headers, timeout=10)
     assert answer.content == piece((0, 0), 1)
+
+
+@pytest.mark.parametrize("hanging", ["pieces", "index"])
+def test_a_volume_that_hangs_delays_nobody_else(store: StoreProcess, folder: Path, hanging: str) -> None:
+    update = commit(store, 1)
+    wait_for(store, update)
+    digest = store.updates()[update]
+    assert store.call(STORE_DROP, {"keep": []})[0] == 200
+    assert store.call(STORE_READ, {"update": update, "ticket": "reader"})[0] == 200
+    # Whoever opens a pipe for reading waits for a writer, as for a server that does not answer.
+    hung = folder_of(folder, update) / (shard_file(0) if hanging == "pieces" else COPY_MANIFEST)
+    hung.unlink()
+    os.mkfifo(hung)
+    url = f"{store.data_url}{STAGED}/{update}/pieces/0/0"
+    for _ in range(10):
+        if hanging == "pieces":
+            store.pool.submit(requests.get, url, headers={TICKET_HEADER: "reader"}, timeout=60)
+        else:
+            store.pool.submit(load, store, update, digest)
+    for step in (2, 3):
+        other = new_update()
+        upload(store, other, step)
+        assert store.seal(other, step)[0] == 200
 
 
 def test_a_folder_without_a_manifest_is_no_snapshot(store: StoreProcess, folder: Path) -> None:
