@@ -89,6 +89,10 @@ class SyncRequest(Message):
     """Seconds without an answer after which the agent restarts an engine that no call keeps busy."""
     drain: float = 300.0
     """Seconds that requests have to finish before ``spec.state: Asleep`` releases the memory. Then they are aborted."""
+    load: float = 300.0
+    """Seconds for a load of a copy that the agent begins by itself. A slower engine counts as stuck."""
+    pause_mode: str = "retract"
+    """Pause mode of SGLang for requests that run when the agent begins such a load."""
     spec_state: FleetState | None = None
     """Applied ``spec.state``. None: the coordinator does not know yet, and the agent keeps the previous value."""
     sender: str = ""

@@ -17,8 +17,6 @@ from sglang_rollout.wire.states import EngineState, Version
 
 log = logging.getLogger(__name__)
 
-LOAD_SECONDS = 300.0
-"""Time for a load of the agent's own. A slower engine counts as stuck."""
 _FIRST_DELAY_SECONDS = 2.0
 _MAX_DELAY_SECONDS = 60.0
 _COORDINATOR_FIRST_SECONDS = 5.0
@@ -77,12 +75,12 @@ class OwnCopyWatch:
                 return None
             ack = AckRequest(version=committed, boot_id=boot_id, cohort=[agent.name])
         own = ack.model_copy(update={"boot_id": boot_id, "verified": False})
-        return ActivateRequest(update=staged.update, digest=staged.digest, ack=own)
+        return ActivateRequest(update=staged.update, digest=staged.digest, ack=own, mode=agent.limits.pause_mode)
 
     async def _load(self, request: ActivateRequest) -> None:
         agent = self._agent
         log.info("Loading version %s from the pod's own copy.", request.ack.version)
-        agent.own_load_until = time.monotonic() + LOAD_SECONDS
+        agent.own_load_until = time.monotonic() + agent.limits.load
         try:
             await self._activator.load_own(request)
         except ActivationError:

@@ -92,14 +92,13 @@ async def activate(
             paused, and so do all engines if this is False.
         seconds: Time for the load; None: the policy's.
     """
-    mode = fleet.pause.mode if fleet.pause is not None else None
     bodies: dict[str, Body] = {}
     sync = fleet.sync_request() if resumes else None
     for name, ack in acks.items():
         wanted = expected.get(name)
         is_judged = wanted is not None or not checksums
         request = ActivateRequest(
-            update=version.update, digest=version.digest, ack=ack, mode=mode or fleet.policy.pause_mode.sglang,
+            update=version.update, digest=version.digest, ack=ack, mode=fleet.pause_mode,
             checksums=checksums or wanted is not None, expected=list(wanted) if wanted is not None else None,
             sync=sync if is_judged else None,
         )  # fmt: skip

@@ -307,6 +307,11 @@ class Fleet:
         wall = datetime.fromtimestamp(moment + self.wall_offset, UTC)
         return wall.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
+    @property
+    def pause_mode(self) -> str:
+        """SGLang's mode in which a load pauses engines: that of the trainer's pause, else the policy's."""
+        return (self.pause.mode if self.pause is not None else None) or self.policy.pause_mode.sglang
+
     def sync_request(self, name: str | None = None) -> SyncRequest:
         """Return the message that agents receive about twice a second.
 
@@ -324,6 +329,8 @@ class Fleet:
             silent=self.policy.deadlines.silent_seconds,
             spec_state=self.applied_state if proved else None,
             drain=self.interruptions.drain_seconds,
+            load=self.policy.deadlines.activate_seconds,
+            pause_mode=self.pause_mode,
             sender=self.coordinator_id,
             seq=self.next_seq(),
         )

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from e2e.held_tensors import changed_state
 
-from sglang_rollout.agent.staged import own_copy
 from sglang_rollout.agent.staged import stage as staging
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.sglang.client import Reply
@@ -336,6 +335,29 @@ async def test_a_load_of_its_own_is_repeated_after_a_failure(pod: PodHere, sourc
     assert [hit.kind for hit in engine.fired] == ["refuse", "oom"]
 
 
+async def test_a_load_that_overtakes_the_coordinators_call_pauses_requests_as_the_policy_says(
+    pod: PodHere, source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two, agent = source.make(1), source.make(2), pod.running
+    assert agent is not None
+    post, modes = agent.engine.post, list[str]()
+
+    async def note_mode(path: str, body: dict[str, Any], *, timeout: float) -> Reply:
+        modes.extend([body["mode"]] if path == ControlCall.PAUSE.path else [])
+        return await post(path, body, timeout=timeout)
+
+    await serve_version(pod, source, one)
+    await stage(pod, source, two, keep=(one,))
+    monkeypatch.setattr(agent.engine, "post", note_mode)
+
+    async def serves() -> bool:
+        status = await pod.status(**two.committed, pause_mode="in_place")
+        return status.gate_open and status.version == two.version
+
+    await until(serves, SECONDS, "the engine serves")
+    assert modes == ["in_place"]
+
+
 async def test_weights_that_differ_from_the_last_load_do_not_serve(pod: PodHere, source: Source, engine: StandIn) -> None:
     made = source.make(1)
     await serve_version(pod, source, made)
@@ -416,14 +438,11 @@ async def test_an_engine_at_a_newer_version_is_left_to_the_coordinator(pod: PodH
     assert (await pod.status(**one.committed)).version == two.version
 
 
-async def test_a_load_of_its_own_that_hangs_is_given_up(
-    pod: PodHere, source: Source, engine: StandIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_load_of_its_own_that_hangs_is_given_up(pod: PodHere, source: Source, engine: StandIn) -> None:
     made, agent = source.make(1), pod.running
     assert agent is not None
     await serve_version(pod, source, made)
-    assert (await pod.control("/agent/sync", {**made.committed, "lease": 1.0})).status == 200
-    monkeypatch.setattr(own_copy, "LOAD_SECONDS", 3.0)
+    assert (await pod.control("/agent/sync", {**made.committed, "lease": 1.0, "load": 3.0})).status == 200
     engine.faults.add("hang", "write")
     engine.restart()
 
