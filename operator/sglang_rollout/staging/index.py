@@ -137,13 +137,10 @@ class Index:
         self.digests: dict[tuple[int, int], str] = {}
         """Digest of each piece that has arrived, by shard and piece."""
         self.end: VersionEnd | None = None
+        self.bytes = 0
+        """Bytes of all tensors of the shards that are known."""
         self.bytes_arrived = 0
         self._pieces = 0
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of all tensors of the shards that are known."""
-        return sum(self.sizes)
 
     @property
     def is_full(self) -> bool:
@@ -205,6 +202,7 @@ class Index:
         size = shard_bytes(shard)
         self.shards.append(shard)
         self.sizes.append(size)
+        self.bytes += size
         self._pieces += piece_count(size)
         return True
 

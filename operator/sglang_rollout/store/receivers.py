@@ -175,7 +175,10 @@ class Receivers:
         """
         await self.leave(request.group_name)
         receiver = await self._take_spare()
+        meanwhile = self._groups.get(request.group_name)
         self._groups[request.group_name] = receiver  # so that a call to leave ends the attempt
+        if meanwhile is not None:
+            await meanwhile.kill()
         try:
             await receiver.join(request)
         finally:

@@ -142,7 +142,7 @@ class FleetWeights:
                     return {**fleet, "message": reply.get("message", "")}
                 _check(deadline, "commit the version")
                 time.sleep(POLL_SECONDS)
-        except FleetError:
+        except BaseException:  # also when the user ends the command
             self._withdraw(path)
             raise
 

@@ -17,7 +17,7 @@ from sglang_rollout.coordinator.update.loading import activate
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.requests import Answer, Body
 from sglang_rollout.coordinator.update.staging import MAX_PEERS, holders, kept_updates, parents_of_one, stage_body
-from sglang_rollout.coordinator.update.steps import CHECKPOINT_MARGIN_SECONDS, fence, same_body, send, send_and_mark_dirty, sync, turn
+from sglang_rollout.coordinator.update.steps import ANSWER_MARGIN_SECONDS, fence, same_body, send, send_and_mark_dirty, sync, turn
 from sglang_rollout.coordinator.update.store import STORE
 from sglang_rollout.coordinator.update.verify import checksums_of_holders
 from sglang_rollout.coordinator.update.versions import order_key
@@ -143,7 +143,7 @@ async def _load_copy(fleet: Fleet, engine: Engine, found: StagedVersion, version
     """Copy the version into the engine's pod, from peers or the weight store if the pod does not have it, and load it."""
     name, boot, limits = engine.wanted.name, engine.boot, fleet.policy.deadlines
     body = stage_body(fleet, found.update, parents_of_one(fleet, found, name), digest=found.digest, version=version)
-    results = await send(AGENT_STAGE, {name: body}, limits.stage_seconds + CHECKPOINT_MARGIN_SECONDS, idempotent=True)
+    results = await send(AGENT_STAGE, {name: body}, limits.stage_seconds + ANSWER_MARGIN_SECONDS, idempotent=True)
     if not results[name].ok:
         raise _FailedError(f"its pod has no copy: {results[name].message.rstrip('.')}")
     if fleet.engines.get(name) is not engine or boot is None or engine.boot != boot:
@@ -217,7 +217,7 @@ async def copy_committed(fleet: Fleet, name: str) -> Answer:
         raise RuntimeError("there is no version to copy")
     try:
         body = stage_body(fleet, found.update, parents_of_one(fleet, found, name), digest=found.digest, version=fleet.committed)
-        result = (await send(AGENT_STAGE, {name: body}, deadline + CHECKPOINT_MARGIN_SECONDS))[name]
+        result = (await send(AGENT_STAGE, {name: body}, deadline + ANSWER_MARGIN_SECONDS))[name]
     finally:
         engine.is_copying = False
     if result.ok:
@@ -255,7 +255,7 @@ async def fill_store(fleet: Fleet, version: StagedVersion) -> Answer:
     instance = store.fetching
     try:
         body = stage_body(fleet, version.update, parents, digest=version.digest, version=fleet.committed, deadline=deadline)
-        result = (await send(STORE_FETCH, {STORE: body}, deadline + CHECKPOINT_MARGIN_SECONDS))[STORE]
+        result = (await send(STORE_FETCH, {STORE: body}, deadline + ANSWER_MARGIN_SECONDS))[STORE]
     finally:
         if store.fetching == instance:
             store.fetching = None
@@ -279,7 +279,7 @@ async def fill_store(fleet: Fleet, version: StagedVersion) -> Answer:
 async def _check_folder(fleet: Fleet, engine: Engine, found: Checkpoint) -> Result:
     name, limit, boot = engine.wanted.name, fleet.policy.deadlines.update_seconds, engine.boot
     request = found.request.model_copy(update={"names": True})
-    reply = await _call_one(name, AGENT_CHECKPOINT, request.model_dump(mode="json"), limit + CHECKPOINT_MARGIN_SECONDS)
+    reply = await _call_one(name, AGENT_CHECKPOINT, request.model_dump(mode="json"), limit + ANSWER_MARGIN_SECONDS)
     if not reply.ok:
         raise _FailedError(reply.message.rstrip("."))
     if found.digest is not None and reply.digest != found.digest:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from sglang_rollout.checkpoints.allowed import describe_forbidden, is_below
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.phases import Phase
-from sglang_rollout.coordinator.update.steps import CHECKPOINT_MARGIN_SECONDS, Results, failures, results_by_engine, same_body, send
+from sglang_rollout.coordinator.update.steps import ANSWER_MARGIN_SECONDS, Results, failures, results_by_engine, same_body, send
 from sglang_rollout.wire.agent import CheckpointRequest
 from sglang_rollout.wire.ports import AGENT_CHECKPOINT
 from sglang_rollout.wire.reasons import RefusalCode, RefusedError
@@ -34,7 +34,7 @@ async def check_folder(fleet: Fleet, path: str, engines: Iterable[str], *, adapt
     bodies = same_body(engines, request.model_dump(mode="json"))
     for first in list(bodies)[:1]:
         bodies[first] = {**bodies[first], "names": True}
-    results = await send(AGENT_CHECKPOINT, bodies, limit + CHECKPOINT_MARGIN_SECONDS, idempotent=True)
+    results = await send(AGENT_CHECKPOINT, bodies, limit + ANSWER_MARGIN_SECONDS, idempotent=True)
     failed = failures(results)
     if any(result.code is RefusalCode.FORBIDDEN for result in failed.values()):
         raise _forbidden(fleet, path)
@@ -63,7 +63,7 @@ async def read_adapters(fleet: Fleet, paths: Mapping[str, str]) -> Results:
     limit = fleet.policy.deadlines.update_seconds
     request = CheckpointRequest(path="", deadline=limit, allowed=list(fleet.paths), adapter=True).model_dump(mode="json")
     bodies = {name: {**request, "path": path} for name, path in paths.items()}
-    return await send(AGENT_CHECKPOINT, bodies, limit + CHECKPOINT_MARGIN_SECONDS, idempotent=True)
+    return await send(AGENT_CHECKPOINT, bodies, limit + ANSWER_MARGIN_SECONDS, idempotent=True)
 
 
 def _forbidden(fleet: Fleet, path: str) -> RefusedError:

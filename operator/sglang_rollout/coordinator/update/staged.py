@@ -30,7 +30,7 @@ from sglang_rollout.coordinator.update.staging import (
     size_limit,
     stage_body,
 )
-from sglang_rollout.coordinator.update.steps import reply, send
+from sglang_rollout.coordinator.update.steps import ANSWER_MARGIN_SECONDS, reply, send
 from sglang_rollout.coordinator.update.store import STORE
 from sglang_rollout.coordinator.update.transaction import find_group, live_members, refuse_stale_group
 from sglang_rollout.coordinator.update.verify import announced_names, read_model_tensors
@@ -149,7 +149,7 @@ async def receive(fleet: Fleet, ask: Update) -> Answer:
     request = StoreReceiveRequest(
         update=staged.id, group_name=group.name, shard=shard, flattened=ask.body.get("load_format") == FLATTENED, deadline=seconds
     )
-    result = (await send(STORE_RECEIVE, {STORE: request.model_dump(mode="json")}, seconds))[STORE]
+    result = (await send(STORE_RECEIVE, {STORE: request.model_dump(mode="json")}, seconds + ANSWER_MARGIN_SECONDS))[STORE]
     if not result.ok:
         return await fail_update(fleet, UpdateReason.STORE_FAILED, f"the weight store did not receive the tensors: {result.message}")
     update.data.add(group.name)

@@ -26,8 +26,8 @@ deadline allows."""
 FENCE_DEADLINE_SECONDS = 15.0
 """An agent answers a fence as soon as its gate is closed. A scheduler that is stuck in a collective cannot be helped over HTTP."""
 SYNC_DEADLINE_SECONDS = 5.0
-CHECKPOINT_MARGIN_SECONDS = 5.0
-"""How much longer than an agent may look at a checkpoint its answer may take."""
+ANSWER_MARGIN_SECONDS = 5.0
+"""How much longer the answer of an agent or of the weight store may take than the work that its request limits."""
 PREFLIGHT_MARGIN_SECONDS = 2.0
 """How much longer than an agent tries to connect its answer may take."""
 GRACE_SECONDS = 2.0

@@ -20,7 +20,7 @@ from sglang_rollout.coordinator.update.events import Result
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.phases import Update
 from sglang_rollout.coordinator.update.requests import Body
-from sglang_rollout.coordinator.update.steps import CHECKPOINT_MARGIN_SECONDS, PATIENCE_SECONDS, Results, same_body, send, sync
+from sglang_rollout.coordinator.update.steps import ANSWER_MARGIN_SECONDS, PATIENCE_SECONDS, Results, same_body, send, sync
 from sglang_rollout.coordinator.update.versions import AnnouncedTensors
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.sglang.checksums import CHECKSUM, Checksums, find_difference
@@ -77,7 +77,7 @@ async def read_model_tensors(fleet: Fleet, name: str) -> Result:
     limit = fleet.policy.deadlines.pause_seconds
     body = CheckpointRequest(path="", names=True, deadline=limit).model_dump(mode="json")
     bodies = same_body([name], body)
-    results = await send(AGENT_CHECKPOINT, bodies, limit + CHECKPOINT_MARGIN_SECONDS, patience=PATIENCE_SECONDS, idempotent=True)
+    results = await send(AGENT_CHECKPOINT, bodies, limit + ANSWER_MARGIN_SECONDS, patience=PATIENCE_SECONDS, idempotent=True)
     return results[name]
 
 

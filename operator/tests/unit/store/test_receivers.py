@@ -24,6 +24,23 @@ class Child:
         self.is_alive = False
 
 
+async def test_of_two_calls_that_join_one_process_group_at_a_time_the_later_one_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    children: list[Child] = []
+
+    async def start() -> Child:
+        await asyncio.sleep(0)
+        children.append(Child())
+        return children[-1]
+
+    monkeypatch.setattr(Receiver, "start", start)
+    receivers = Receivers()
+    request = StoreGroupRequest(group_name="g", master_address="127.0.0.1", master_port=1)
+    await asyncio.gather(receivers.join(request), receivers.join(request))
+    assert [child.is_alive for child in children[:2]] == [False, True]
+    await receivers.close()
+    assert not children[1].is_alive
+
+
 async def test_a_spare_child_that_could_not_start_fails_no_later_join(monkeypatch: pytest.MonkeyPatch) -> None:
     starts: Iterator[ReceiverError | Child] = iter([ReceiverError("it did not start"), Child(), Child(), Child()])
 

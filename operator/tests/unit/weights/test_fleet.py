@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from sglang_rollout.trainer.calls import Http
-from sglang_rollout.trainer.errors import FleetError, FleetRefused, FleetUnreachable
+from sglang_rollout.trainer.errors import FleetRefused, FleetUnreachable
 from sglang_rollout.weights import fleet as weights_fleet
 from sglang_rollout.weights.fleet import FleetWeights
 from sglang_rollout.wire.ports import FLEET_UPDATES
@@ -19,7 +19,7 @@ UPDATE = "a" * 32
 class Scripted:
     """Refuses some commits, and takes the next."""
 
-    def __init__(self, *errors: FleetError) -> None:
+    def __init__(self, *errors: BaseException) -> None:
         self.errors = list(errors)
         self.withdrawn: list[str] = []
 
@@ -51,8 +51,9 @@ def test_restore_waits_for_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fleet.withdrawn == []
 
 
-def test_restore_gives_up_what_the_fleet_refuses() -> None:
-    fleet = Scripted(refused(409))
-    with pytest.raises(FleetRefused):
+@pytest.mark.parametrize("error", [refused(409), KeyboardInterrupt()])
+def test_restore_gives_up_what_the_fleet_refuses_or_the_user_interrupts(error: BaseException) -> None:
+    fleet = Scripted(error)
+    with pytest.raises(type(error)):
         FleetWeights(cast("Http", fleet)).restore("1/1", None, 60, take_over=False)
     assert fleet.withdrawn == [f"{FLEET_UPDATES}/{UPDATE}"]
