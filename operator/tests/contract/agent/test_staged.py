@@ -310,7 +310,7 @@ async def test_a_repeated_call_joins_the_load_and_a_lost_answer_is_safe(pod: Pod
     assert (await pod.status()).version == made.version
 
 
-async def test_a_committed_version_that_nobody_has_is_given_up_long_before_the_deadline(
+async def test_a_committed_version_that_no_pod_has_is_given_up_long_before_the_deadline(
     pod: PodHere, source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = source.make(1)

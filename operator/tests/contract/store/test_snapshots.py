@@ -280,13 +280,13 @@ def test_readers_need_a_ticket_for_a_snapshot(store: StoreProcess) -> None:
 
 
 @pytest.mark.parametrize("hanging", ["pieces", "index"])
-def test_a_volume_that_hangs_delays_nobody_else(store: StoreProcess, folder: Path, hanging: str) -> None:
+def test_a_volume_that_hangs_delays_no_other_version(store: StoreProcess, folder: Path, hanging: str) -> None:
     update = commit(store, 1)
     wait_for(store, update)
     digest = store.updates()[update]
     assert store.call(STORE_DROP, {"keep": []})[0] == 200
     assert store.call(STORE_READ, {"update": update, "ticket": "reader"})[0] == 200
-    # Whoever opens a pipe for reading waits for a writer, as for a server that does not answer.
+    # A process that opens a pipe for reading waits for a writer, as for a server that does not answer.
     hung = folder_of(folder, update) / (shard_file(0) if hanging == "pieces" else COPY_MANIFEST)
     hung.unlink()
     os.mkfifo(hung)
