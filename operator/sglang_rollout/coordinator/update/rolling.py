@@ -60,7 +60,7 @@ def is_stopped(fleet: Fleet) -> bool:
     if version is None:
         return False
     held = [engine for engine in fleet.engines.values() if engine.holds(version)]
-    failed = [engine for engine in fleet.engines.values() if engine.failed_version == version and engine.reachable]
+    failed = [engine for engine in fleet.engines.values() if engine.failed_version == version]
     return sum(not engine.holds(version) for engine in failed) > len(held)
 
 

@@ -274,7 +274,9 @@ def test_an_engine_that_fails_is_fenced_at_once_and_stops_no_other() -> None:
     assert serves(world, "1/2")
 
 
-def test_a_version_that_engines_fail_at_leaves_the_others_serving() -> None:
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_version_that_engines_fail_at_leaves_the_others_serving(lost: bool) -> None:
+    """``lost``: the failed engines take their pods with them."""
     world = staged_world(5, min_committed=1)
     world.policy = world.policy.model_copy(update={"min_committed": 5})
     world.generation += 1
@@ -287,12 +289,16 @@ def test_a_version_that_engines_fail_at_leaves_the_others_serving() -> None:
     answer = world.answers[call]
     assert (answer.success, answer.fleet["reason"], answer.fleet["waiting"]) == (False, "TooFewEngines", ["e3", "e4"])
     assert "serve an older version: e3, e4" in answer.message
+    for name in ("e1", "e2"):
+        world.agents[name].answers = not lost
     for _ in range(4):
         world.tick(200)
         world.sync_all()
         world.drain(failing=AGENT_ACTIVATE, engines=["e1", "e2", "e3", "e4"])
     world.sync_all()
     assert [name for name, agent in world.agents.items() if agent.gate_open] == ["e0", "e3", "e4"]
+    for name in ("e1", "e2"):
+        world.agents[name].answers = True
     world.tick(600)
     assert serves(world, "1/2"), "once an engine of them has loaded it, the others follow"
 
