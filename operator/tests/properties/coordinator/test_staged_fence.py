@@ -138,12 +138,20 @@ class StagedFence(RuleBasedStateMachine):
     def poll(self) -> None:
         self.world.poll_store()
 
-    @rule(name=st.sampled_from(ENGINES), pod=st.booleans())
-    def restart_engine(self, name: str, pod: bool) -> None:
-        """``pod``: its pod is recreated, so its copies are gone."""
+    @rule(name=st.sampled_from(ENGINES), works=st.booleans())
+    def load_own_copy(self, name: str, works: bool) -> None:
+        """Its agent loads the committed version by itself."""
+        if name in self.world.agents and self.world.agents[name].answers:
+            self.world.agents[name].load_own_copy(works)
+
+    @rule(name=st.sampled_from(ENGINES), pod=st.booleans(), loads=st.booleans(), works=st.booleans())
+    def restart_engine(self, name: str, pod: bool, loads: bool, works: bool) -> None:
+        """``pod``: its pod is recreated, so its copies are gone. ``loads``: its agent is faster than the coordinator."""
         if name in self.world.agents:
             self.world.agents[name].restart()
             self.world.agents[name].copies = {} if pod else self.world.agents[name].copies
+            if loads:
+                self.load_own_copy(name, works)
 
     @rule(name=st.sampled_from(ENGINES))
     def boot_new_pod(self, name: str) -> None:

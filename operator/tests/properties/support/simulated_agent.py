@@ -32,6 +32,7 @@ from sglang_rollout.wire.ports import (
 )
 from sglang_rollout.wire.reasons import RefusalCode
 from sglang_rollout.wire.signed import SignedVersion
+from sglang_rollout.wire.staged import ActivateRequest
 from sglang_rollout.wire.states import EngineState, FleetState, StagedCopy, Version
 
 MEMORY = tuple(MEMORY_TAGS)
@@ -323,7 +324,8 @@ class SimulatedAgent:
         return Result(ok=True, status=200, agent=self.status())
 
     def _apply_sync(self, sync: SyncRequest) -> None:
-        self.apply(ev.CoordinatorCalled(self.term, sync.committed, tuple(sync.tolerated), sync.spec_state, sync.sender, sync.seq))
+        tolerated = tuple(sync.tolerated)
+        self.apply(ev.CoordinatorCalled(self.term, sync.committed, tolerated, sync.spec_state, sync.sender, sync.seq, sync.staged))
         self._follow_the_spec()
 
     def _follow_the_spec(self) -> None:
@@ -441,6 +443,21 @@ class SimulatedAgent:
         self.apply(ev.UpdateAcknowledged(ack.version, tuple(ack.cohort)))
         self.copies[body["update"]] = replace(copy, version=ack.version)
         return sums
+
+    def load_own_copy(self, works: bool) -> None:
+        """Load the committed version from the pod's own copy without a coordinator, if that is needed and possible."""
+        committed, staged, before = self.record.committed, self.record.staged, self.record
+        copy = self.copies.get(staged.update) if staged is not None else None
+        if not s.needs_own_copy(self.core) or self.signatures is not None or copy is None or staged is None or committed is None:
+            return
+        if copy.digest != staged.digest:
+            return
+        ack = AckRequest(version=committed, boot_id=self.boot, cohort=[self.name])
+        request = ActivateRequest(update=staged.update, digest=staged.digest, ack=ack)
+        loaded = self._activate(request.model_dump(mode="json"), works)
+        resumes = before.state is EngineState.DIRTY or not before.interruption.is_pause
+        if loaded.ok and resumes and self.applied_state is FleetState.ACTIVE:
+            self._control(ControlCall.CONTINUE, {}, None)
 
     # Control calls, in the order in which `agent.agent` applies them
 
