@@ -36,7 +36,6 @@ from sglang_rollout.staging.files import (
 )
 from sglang_rollout.staging.index import Index, StagedError, StagedFault, piece_count, piece_offset, shard_bytes, shard_header, too_large
 from sglang_rollout.staging.kept_differences import KeptDifferences
-from sglang_rollout.staging.volume import Volume
 from sglang_rollout.wire import Message
 from sglang_rollout.wire.staged import UPDATE_PATTERN, IndexEntry, Piece, Shard, StagedCopy, VersionEnd
 from sglang_rollout.wire.states import Version
@@ -91,8 +90,6 @@ class Copy:
         """Bytes that were read from other pods or from a trainer, also those of unfinished pieces."""
         self.before_removal: list[Callable[[], Awaitable[None]]] = []
         """Calls that end maps of the files. Each is made once, before files are deleted, because a map keeps their memory."""
-        self.volume: Volume | None = None
-        """What reads the files if they lie on a volume that may hang; None for files in memory."""
         self._counting = threading.Lock()
         self._data_starts: list[int] = []
         self._locks: dict[tuple[int, int], asyncio.Lock] = {}

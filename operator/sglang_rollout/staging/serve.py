@@ -17,7 +17,7 @@ from sglang_rollout.staging.bandwidth import Bandwidth
 from sglang_rollout.staging.copies import Copy
 from sglang_rollout.staging.index import StagedError
 from sglang_rollout.staging.send_file import send_bytes, send_file
-from sglang_rollout.staging.volume import Volume
+from sglang_rollout.staging.snapshots import SnapshotCopy
 from sglang_rollout.wire.ports import BASE_HEADER, STAGED, TICKET_HEADER
 from sglang_rollout.wire.reasons import Refusal, RefusalCode, RefusedError, reason_phrase
 from sglang_rollout.wire.staged import IndexEntry, IndexReply, ShardMemory
@@ -132,8 +132,8 @@ class _Routes:
         if (shard, piece) not in copy.index.digests:
             message = f"{request.path}: this piece has not arrived here."
             raise RefusedError(Refusal(RefusalCode.UNAVAILABLE, message), status=404, headers={"Retry-After": "1"})
-        if copy.volume is not None:
-            return await self._send_from_volume(request, copy, copy.volume, (shard, piece))
+        if isinstance(copy, SnapshotCopy):
+            return await self._send_snapshot(request, copy, shard, piece)
         try:
             file, offset, size, headers = _open_piece(copy, shard, piece, request.headers.get(BASE_HEADER, ""))
         except (StagedError, FileNotFoundError):  # deleted at this moment
@@ -143,12 +143,12 @@ class _Routes:
                 return web.Response(status=204)
             return await send_file(request, file, offset, size, bandwidth=self._sending, headers=headers)
 
-    async def _send_from_volume(self, request: web.Request, copy: Copy, volume: Volume, place: tuple[int, int]) -> web.StreamResponse:
+    async def _send_snapshot(self, request: web.Request, copy: SnapshotCopy, shard: int, piece: int) -> web.StreamResponse:
         if request.query.get("only") == "difference":
             return web.Response(status=204)
-        path, offset, size = copy.piece_location(*place)
+        path, offset, size = copy.piece_location(shard, piece)
         try:
-            return await send_bytes(request, volume.read(path, offset, size), size, bandwidth=self._sending)
+            return await send_bytes(request, copy.volume.read(path, offset, size), size, bandwidth=self._sending)
         except FileNotFoundError:  # newer snapshots have replaced this one
             raise self._unknown(request) from None
         except ConnectionResetError:

@@ -13,38 +13,58 @@ from pydantic import ValidationError
 from sglang_rollout.checkpoints.snapshots import Snapshot
 from sglang_rollout.staging.copies import MANIFEST, Copy, Manifest
 from sglang_rollout.staging.index import StagedError, StagedFault
-from sglang_rollout.staging.volume import IN_MEMORY, Volume
+from sglang_rollout.staging.volume import LOAD_SECONDS, Volume
 from sglang_rollout.wire.states import Version
 
 PARALLEL_PIECES = 4
 """Pieces that are read at a time."""
 
 
-def open_snapshot(snapshot: Snapshot, volume: Volume, ticket: str = "") -> Copy:
-    """Return a snapshot of a weight store as a complete copy that can only be read. Blocks; call it with :meth:`.Volume.run`.
+class SnapshotCopy(Copy):
+    """A snapshot of a weight store as a complete copy that can only be read.
+
+    Args:
+        update: ID of the update of the version.
+        folder: Folder of the snapshot.
+        ticket: Ticket that readers must present.
+        volume: Threads that read its files.
+    """
+
+    def __init__(self, update: str, folder: Path, ticket: str, volume: Volume) -> None:
+        super().__init__(update, folder, ticket, 0)
+        self.volume = volume
+
+
+def open_snapshot(snapshot: Snapshot, volume: Volume, ticket: str = "") -> SnapshotCopy:
+    """Open a snapshot. Blocks; call it with :meth:`.Volume.run`.
 
     Raises:
-        StagedError: A file is missing or has another length, or the index is not that of the snapshot's digest.
+        StagedError: A file is missing or has another length, or the index is not that of the snapshot's digest (``WRONG_DIGEST``); or the
+            volume fails (``LATE``).
     """
     described, folder = snapshot.manifest, snapshot.path
-    copy = Copy(described.update, folder, ticket, 0)
+    copy = SnapshotCopy(described.update, folder, ticket, volume)
     try:
         manifest = Manifest.model_validate_json((folder / MANIFEST).read_bytes())
         copy.restore(manifest)
-    except (OSError, ValidationError, StagedError) as error:
+    except FileNotFoundError as error:
+        raise _damaged(folder, f"{Path(error.filename or MANIFEST).name} is missing") from error
+    except OSError as error:
+        raise _unread(folder, error) from error
+    except (ValidationError, StagedError) as error:
         raise _damaged(folder, str(error).splitlines()[0]) from error
     if copy.index.end is None or copy.index.end.digest != described.digest:
         raise _damaged(folder, f"{MANIFEST} describes another version than {described.digest[:12]}…")
-    copy.volume = volume
     copy.version = Version(run=described.run, step=described.step, label=described.label)
     return copy
 
 
-async def load_pieces(source: Copy, copy: Copy) -> None:
-    """Copy all shards and pieces of a complete copy from disk. Pieces that have arrived are not read again. Does not seal the copy.
+async def load_pieces(source: SnapshotCopy, copy: Copy) -> None:
+    """Copy all shards and pieces of a snapshot. Pieces that have arrived are not read again. Does not seal the copy.
 
     Raises:
-        StagedError: Bytes on disk do not have their digest (``WRONG_DIGEST``), there is no space, or the copy was deleted meanwhile.
+        StagedError: The snapshot is damaged (``WRONG_DIGEST``), the volume fails or does not answer (``LATE``), there is no space, or the
+            copy was deleted meanwhile.
     """
     if copy.index.shards and copy.index.shards != source.index.shards[: len(copy.index.shards)]:
         await copy.reset()
@@ -54,7 +74,10 @@ async def load_pieces(source: Copy, copy: Copy) -> None:
 
     async def load_some() -> None:
         for (shard, piece), digest in pieces:
-            await _load_piece(source, copy, shard, piece, digest)
+            try:
+                await copy.receive_piece(shard, piece, digest, source.volume.read(*source.piece_location(shard, piece), LOAD_SECONDS))
+            except (OSError, StagedError) as error:
+                raise _describe(source, shard, piece, error) from error
 
     try:
         async with asyncio.TaskGroup() as group:
@@ -64,16 +87,20 @@ async def load_pieces(source: Copy, copy: Copy) -> None:
         raise errors.exceptions[0] from errors
 
 
-async def _load_piece(source: Copy, copy: Copy, shard: int, piece: int, digest: str) -> None:
-    path, offset, size = source.piece_location(shard, piece)
-    try:
-        await copy.receive_piece(shard, piece, digest, (source.volume or IN_MEMORY).read(path, offset, size, None))
-    except OSError as error:
-        raise _damaged(source.folder, f"{path.name} cannot be read: {error.strerror or error}") from error
-    except StagedError as error:
-        if error.fault is StagedFault.WRONG_BYTES:
-            raise _damaged(source.folder, f"piece {piece} of {path.name} does not have its SHA-256") from error
-        raise
+def _describe(source: Copy, shard: int, piece: int, error: OSError | StagedError) -> StagedError:
+    """Return the error of a piece that cannot be copied."""
+    file = source.piece_location(shard, piece)[0].name
+    if isinstance(error, FileNotFoundError):
+        return _damaged(source.folder, f"{file} is missing")
+    if isinstance(error, OSError):
+        return _unread(source.folder, error)
+    return (
+        _damaged(source.folder, f"piece {piece} of {file} does not have its SHA-256") if error.fault is StagedFault.WRONG_BYTES else error
+    )
+
+
+def _unread(folder: Path, error: OSError) -> StagedError:
+    return StagedError(f"The snapshot {folder.name} cannot be read: {error.strerror or error}.", StagedFault.LATE)
 
 
 def _damaged(folder: Path, problem: str) -> StagedError:

@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from queue import SimpleQueue
+from typing import Any, TypeVar
 
 from sglang_rollout.staging.files import BATCH_BYTES
 from sglang_rollout.staging.index import StagedError, StagedFault
 
 _Result = TypeVar("_Result")
 ANSWER_SECONDS = 20.0
-"""Time for one call, with the time that it waits for a thread."""
+"""Time for a call while a caller waits for the answer, with the time that the call waits for a thread."""
+LOAD_SECONDS = 60.0
+"""The same in a load in the background."""
 _THREADS = 8
 
 
 class Volume:
-    """Threads for the calls to one volume.
+    """Threads for the calls to one volume. They do not keep the process from ending, as those of a ThreadPoolExecutor would."""
 
-    Args:
-        threads: Number of threads; None: those of the event loop, for files in memory.
-    """
-
-    def __init__(self, threads: int | None = _THREADS) -> None:
-        self._threads = None if threads is None else ThreadPoolExecutor(threads, thread_name_prefix="volume")
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
+        for number in range(_THREADS):
+            threading.Thread(target=self._work, name=f"volume-{number}", daemon=True).start()
 
     async def run(self, call: Callable[[], _Result], seconds: float | None = ANSWER_SECONDS) -> _Result:
         """Return what a blocking call returns, and raise what it raises.
@@ -40,13 +42,19 @@ class Volume:
         """
         try:
             async with asyncio.timeout(seconds) as deadline:
-                return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+                return await asyncio.wrap_future(self.start(call))
         except TimeoutError:
             if not deadline.expired():
                 raise  # the call's own
             raise StagedError(f"The volume of the snapshots has not answered for {seconds:g} s.", StagedFault.LATE) from None
 
-    async def read(self, path: Path, offset: int, size: int, seconds: float | None = ANSWER_SECONDS) -> AsyncIterator[bytes]:
+    def start(self, call: Callable[[], _Result]) -> Future[_Result]:
+        """Start a blocking call, and return its result to come."""
+        future: Future[_Result] = Future()
+        self._calls.put((future, call))
+        return future
+
+    async def read(self, path: Path, offset: int, size: int, seconds: float = ANSWER_SECONDS) -> AsyncIterator[bytes]:
         """Yield a part of a file; less if the file ends before.
 
         ``seconds`` is the deadline of each read. Raises OSError, and StagedError like :meth:`run`.
@@ -58,9 +66,17 @@ class Volume:
             yield data
             offset, size = offset + len(data), size - len(data)
 
-
-IN_MEMORY = Volume(None)
-"""Files that never hang."""
+    def _work(self) -> None:
+        while True:
+            future, call = self._calls.get()
+            if not future.set_running_or_notify_cancel():
+                continue  # nothing waits for it any longer
+            try:
+                result = call()
+            except BaseException as error:  # noqa: BLE001 - it belongs to the caller
+                future.set_exception(error)
+            else:
+                future.set_result(result)
 
 
 def _read_part(path: Path, offset: int, size: int) -> bytes:

@@ -18,8 +18,8 @@ from sglang_rollout.staging.copies import Copies, Copy
 from sglang_rollout.staging.index import StagedError, StagedFault
 from sglang_rollout.staging.piece_reader import OpenReader
 from sglang_rollout.staging.pull import pull
-from sglang_rollout.staging.snapshots import load_pieces
-from sglang_rollout.staging.volume import IN_MEMORY
+from sglang_rollout.staging.snapshots import SnapshotCopy, load_pieces
+from sglang_rollout.staging.volume import LOAD_SECONDS
 from sglang_rollout.wire.staged import StageRequest, VersionEnd
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class Fetcher:
         self._open_reader = open_reader
         self._running: dict[str, asyncio.Task[Any]] = {}
 
-    async def fetch(self, request: StageRequest, snapshot: Copy | None = None) -> None:
+    async def fetch(self, request: StageRequest, snapshot: SnapshotCopy | None = None) -> None:
         """Copy a version completely. A repeated call replaces the one before, and what has arrived stays.
 
         Args:
@@ -71,7 +71,7 @@ class Fetcher:
         if snapshot is not None:
             log.info("Update %s was copied from its snapshot %s: %d bytes.", request.update, snapshot.folder, end.bytes)
 
-    async def load(self, copy: Copy, source: Copy, seconds: float) -> None:
+    async def load(self, copy: Copy, source: SnapshotCopy, seconds: float) -> None:
         """Copy the shards and pieces of a snapshot into a version that has begun. The coordinator declares it complete.
 
         Raises:
@@ -103,7 +103,7 @@ class Fetcher:
             await asyncio.wait({task})
 
 
-async def _load(request: StageRequest, source: Copy, copy: Copy) -> VersionEnd:
+async def _load(request: StageRequest, source: SnapshotCopy, copy: Copy) -> VersionEnd:
     """Load a snapshot, and declare the copy complete."""
     if not copy.is_complete:
         await _load_before_deadline(source, copy, request.deadline)
@@ -114,12 +114,14 @@ async def _load(request: StageRequest, source: Copy, copy: Copy) -> VersionEnd:
     return end
 
 
-async def _load_before_deadline(source: Copy, copy: Copy, seconds: float) -> None:
+async def _load_before_deadline(source: SnapshotCopy, copy: Copy, seconds: float) -> None:
     try:
         async with asyncio.timeout(seconds):
-            lock = await (source.volume or IN_MEMORY).run(lambda: _lock(source.folder), None)
-            with lock:
+            lock = await source.volume.run(lambda: _lock(source.folder), LOAD_SECONDS)
+            try:
                 await load_pieces(source, copy)
+            finally:
+                source.volume.start(lock.close)  # closing a file may hang, too
     except TimeoutError:
         message = f"The snapshot {source.folder.name} was not read within {seconds:g} s. Does its volume answer?"
         raise StagedError(message, StagedFault.LATE) from None

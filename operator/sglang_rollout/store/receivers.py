@@ -149,6 +149,8 @@ class Receivers:
 
     def __init__(self) -> None:
         self._groups: dict[str, Receiver] = {}
+        self._beginning: dict[str, object] = {}
+        """The newest call to join each process group that has no child yet."""
         self._spare: asyncio.Task[Receiver] | None = None
 
     @property
@@ -173,20 +175,24 @@ class Receivers:
         Raises:
             ReceiverError: The process group could not be joined before the deadline.
         """
-        await self.leave(request.group_name)
+        name, call = request.group_name, object()
+        await self.leave(name)
+        self._beginning[name] = call
         receiver = await self._take_spare()
-        meanwhile = self._groups.get(request.group_name)
-        self._groups[request.group_name] = receiver  # so that a call to leave ends the attempt
-        if meanwhile is not None:
-            await meanwhile.kill()
+        if self._beginning.get(name) is not call:
+            await receiver.kill()
+            raise ReceiverError("another call has joined or left it meanwhile.")
+        del self._beginning[name]
+        self._groups[name] = receiver  # so that a call to leave ends the attempt
         try:
             await receiver.join(request)
         finally:
-            if not receiver.is_alive and self._groups.get(request.group_name) is receiver:
-                del self._groups[request.group_name]
+            if not receiver.is_alive and self._groups.get(name) is receiver:
+                del self._groups[name]
 
     async def leave(self, name: str) -> None:
-        """Leave a process group, if it is open. This ends a call that waits in it."""
+        """Leave a process group, if it is open. This ends a call that waits in it, or that begins to join it."""
+        self._beginning.pop(name, None)
         receiver = self._groups.pop(name, None)
         if receiver is not None:
             await receiver.kill()

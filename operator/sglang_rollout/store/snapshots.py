@@ -19,7 +19,7 @@ from sglang_rollout.checkpoints import snapshots as files
 from sglang_rollout.checkpoints.publish import DirectoryInUseError, describe_refusal, lock_directory, remove_leftovers
 from sglang_rollout.staging.copies import Copy
 from sglang_rollout.staging.index import StagedError, StagedFault
-from sglang_rollout.staging.snapshots import open_snapshot
+from sglang_rollout.staging.snapshots import SnapshotCopy, open_snapshot
 from sglang_rollout.staging.volume import Volume
 from sglang_rollout.store.snapshot_writer import Job, Result, VerifyJob, WriteJob, describe_dropped
 from sglang_rollout.wire.reasons import Refusal, RefusalCode, RefusedError
@@ -90,7 +90,7 @@ class Snapshots:
         """Return whether the volume has a usable snapshot of an update."""
         return update in self._found and update not in self._problems
 
-    async def open(self, update: str, ticket: str = "") -> Copy:
+    async def open(self, update: str, ticket: str = "") -> SnapshotCopy:
         """Return the snapshot of an update as a copy for reading.
 
         Raises:

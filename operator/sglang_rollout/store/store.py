@@ -18,6 +18,7 @@ from sglang_rollout.staging.bandwidth import Bandwidth
 from sglang_rollout.staging.copies import Copies, Copy
 from sglang_rollout.staging.index import StagedError, StagedFault, piece_count, tensor_bytes
 from sglang_rollout.staging.piece_reader import OpenReader, PieceReader
+from sglang_rollout.staging.snapshots import SnapshotCopy
 from sglang_rollout.store.fetch import Fetcher
 from sglang_rollout.store.receivers import ReceiverError, Receivers
 from sglang_rollout.store.snapshots import Snapshots
@@ -292,9 +293,9 @@ class Store:
     async def _bring_again(self, copy: Copy, request: StoreOpenRequest) -> None:
         """Take the version of an earlier update: at once if it is in memory, or in the background from its snapshot."""
         try:
-            source = self._copies.get(request.source)
-            if source is not None and source.is_complete:
-                copy.link(source)
+            held = self._copies.get(request.source)
+            if held is not None and held.is_complete:
+                copy.link(held)
                 await self.drop([*request.keep, request.update])
                 return
             await self.drop([*request.keep, request.update])
@@ -307,7 +308,7 @@ class Store:
         self._loads.add(task)
         task.add_done_callback(self._loads.discard)
 
-    async def _load(self, copy: Copy, source: Copy, seconds: float) -> None:
+    async def _load(self, copy: Copy, source: SnapshotCopy, seconds: float) -> None:
         try:
             await self._fetcher.load(copy, source, seconds)
         except (StagedError, OSError) as error:

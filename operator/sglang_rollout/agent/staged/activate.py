@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
 
@@ -75,9 +76,7 @@ class _Start:
     """Version label that the engine reports."""
     attempt: str
     tensors: frozenset[str]
-    """The tensors of the copy."""
-    written: frozenset[str]
-    """The tensors that earlier loads may have written; the copy has them all."""
+    """The tensors of the copy: all that earlier loads may have written, and perhaps more."""
 
 
 class Activator:
@@ -179,7 +178,10 @@ class Activator:
         log.info("The load that the agent's restart interrupted was refused: %s", verdicts.message)
         agent.attempt = activation.attempt
         try:
-            return await restore(agent, activation.attempt)
+            is_undone = await restore(agent, activation.attempt)
+            if is_undone:
+                self._written.undo(activation.attempt)
+            return is_undone
         finally:
             agent.attempt = ""
 
@@ -251,16 +253,25 @@ class Activator:
         agent = self._agent
         copy = self._check(request)
         await self._way.check_copy(copy)
+        tensors = await asyncio.to_thread(tensors_of, copy)
+        self._check_tensors(request.ack.boot_id, tensors)
         live_label = await agent.engine.read_label(timeout=_QUESTION_SECONDS)
         await agent.confirm_process()
         attempt = await self._verdicts.open(request)
-        tensors = await asyncio.to_thread(tensors_of, copy)
-        written = await asyncio.to_thread(self._written.read, request.ack.boot_id)
-        if left := len(written - tensors):
-            message = f"Loads since the engine's start may have written tensors that this version does not have ({left} of {len(written)})."
-            raise _refused(RefusalCode.CONFLICT, f"{message} Restart the engine, or push a version with them.")
         self._check(request)  # another call may have come meanwhile
-        return _Start(copy, live_label, attempt, tensors, written)
+        return _Start(copy, live_label, attempt, tensors)
+
+    def _check_tensors(self, boot_id: str, tensors: frozenset[str]) -> None:
+        """Raise ActivationError if a version would leave tensors of another version in the engine."""
+        written = self._written.read(boot_id)
+        if written is None and self._agent.state.record.written:
+            message = "It is not known which tensors were written since the engine's start. Restart the engine."
+            raise _refused(RefusalCode.CONFLICT, message)
+        if left := len((written or frozenset()) - tensors):
+            message = (
+                f"Loads since the engine's start may have written tensors that this version does not have ({left} of {len(written or ())})."
+            )
+            raise _refused(RefusalCode.CONFLICT, f"{message} Restart the engine, or push a version with them.")
 
     async def _load(self, request: ActivateRequest, start: _Start, expected: Checksums | None) -> ActivateReply:
         """Load the version, and remember before the first write which tensors it writes. Raises ActivationError."""
@@ -268,20 +279,14 @@ class Activator:
         load = _Load(
             self._agent, request, self._way, body, self._verdicts, attempt=start.attempt, ranks=self._ranks, stages=self._pipeline_size
         )
-        self._remember(request, start.tensors)
         try:
-            return await load.run(start.live_label, expected)
+            return await load.run(
+                start.live_label, expected, lambda: self._written.begin(request.ack.boot_id, start.attempt, start.tensors)
+            )
         except ActivationError as error:
             if not error.wrote:
-                self._remember(request, start.written)
+                self._written.undo(start.attempt)
             raise
-
-    def _remember(self, request: ActivateRequest, tensors: frozenset[str]) -> None:
-        """Remember the tensors that loads have written. Raises ActivationError."""
-        try:
-            self._written.replace(request.ack.boot_id, tensors)
-        except RecordError as error:
-            raise _refused(RefusalCode.INTERNAL_ERROR, str(error)) from None
 
     @staticmethod
     def _name_version(copy: Copy, request: ActivateRequest) -> None:
@@ -363,24 +368,25 @@ class _Load:
         self._is_flushed = True
         self._seconds: dict[str, float] = {}
 
-    async def run(self, live_label: str, expected: Checksums | None) -> ActivateReply:
-        """Load and acknowledge the version. Raises ActivationError."""
+    async def run(self, live_label: str, expected: Checksums | None, before_write: Callable[[], None]) -> ActivateReply:
+        """Load and acknowledge the version. ``before_write`` may raise RecordError. Raises ActivationError."""
         agent = self._agent
         agent.attempt = self._attempt
         try:
             agent.dispatch(ev.ActivationBegan(self._attempt, self._request.update, live_label))
-            found = await self._load(expected)
+            found = await self._load(expected, before_write)
             return ActivateReply(checksums=_listed(found), flushed=self._is_flushed, seconds=self._seconds)
         except (RefusedError, EngineError, RecordError) as error:
             raise await self._fail(error) from None
         finally:
             agent.attempt = ""
 
-    async def _load(self, expected: Checksums | None) -> Checksums | None:
+    async def _load(self, expected: Checksums | None, before_write: Callable[[], None]) -> Checksums | None:
         request = self._request
         await self._step("pause", ControlCall.PAUSE, {"mode": request.mode})
         if self._way.has_verdicts:
             await self._step("load", ControlCall.BEGIN_UPDATE, {})
+        before_write()
         self._is_sent = True
         await self._step("load", self._way.call, self._body)
         if self._way.has_verdicts:

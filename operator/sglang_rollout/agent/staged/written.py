@@ -10,7 +10,7 @@ import hashlib
 import logging
 from pathlib import Path
 
-from sglang_rollout.agent.record import load, save
+from sglang_rollout.agent.record import RecordError, load, save
 from sglang_rollout.staging.copies import Copy
 from sglang_rollout.wire import Message
 
@@ -25,6 +25,10 @@ class _Record(Message):
     """Boot ID of the engine that the names belong to."""
     names: frozenset[str] = frozenset()
     """Hashes of the names."""
+    attempt: str = ""
+    """The last load that wrote new tensors."""
+    added: frozenset[str] = frozenset()
+    """The names that it added."""
 
 
 class WrittenTensors:
@@ -32,21 +36,36 @@ class WrittenTensors:
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "written.json"
-        self._record: _Record | None = None
+        self._record, problem = load(self._path, _Record)
+        self._is_readable = not problem
+        if problem:
+            log.warning("%s; an engine to which weights were written loads no version before its next start.", problem)
 
-    def read(self, boot_id: str) -> frozenset[str]:
-        """Return the tensors that loads may have written in this run of the engine."""
-        if self._record is None:
-            self._record, problem = load(self._path, _Record)
-            if problem:
-                log.warning("%s; a version without some of the engine's tensors may be loaded.", problem)
-        return self._record.names if self._record.boot_id == boot_id else frozenset()
+    def read(self, boot_id: str) -> frozenset[str] | None:
+        """Return the tensors that loads may have written in this run of the engine; None if the file cannot be read."""
+        if self._record.boot_id == boot_id:
+            return self._record.names
+        return frozenset() if self._is_readable else None
 
-    def replace(self, boot_id: str, names: frozenset[str]) -> None:
-        """Remember these tensors for this run of the engine. Raises RecordError."""
-        record = _Record(boot_id=boot_id, names=names)
-        if record != self._record:
+    def begin(self, boot_id: str, attempt: str, names: frozenset[str]) -> None:
+        """Remember that a load may write these tensors. The version has all that were written before. Raises RecordError."""
+        before = self.read(boot_id) or frozenset()
+        if names == before:
+            return
+        record = _Record(boot_id=boot_id, names=names | before, attempt=attempt, added=names - before)
+        save(self._path, record)
+        self._record = record
+
+    def undo(self, attempt: str) -> None:
+        """Forget the tensors that a load would have added: it has written none."""
+        if self._record.attempt != attempt:
+            return
+        record = self._record.model_copy(update={"names": self._record.names - self._record.added, "attempt": "", "added": frozenset()})
+        try:
             save(self._path, record)
+        except RecordError as error:
+            log.warning("%s Until its next start the engine loads only versions with the tensors of a version that it has refused.", error)
+            return
         self._record = record
 
 

@@ -127,7 +127,7 @@ async def _call_store(parts: Parts, path: str, body: Body, seconds: float) -> An
     if status == 200:
         return answer
     message = answer.get("message") if isinstance(answer, dict) else answer
-    raise RefusedError(f"The weight store: {message}", status=status if status in (404, 409) else 502)
+    raise RefusedError(f"The weight store: {message}", status=status if status in (404, 409, 503) else 502)
 
 
 async def refuse_at_store(request: web.Request) -> web.Response:

@@ -204,6 +204,9 @@ async def test_verdicts_prove_after_a_restart_of_the_agent_that_nothing_was_writ
 
     await until(is_base_again, SECONDS, "the engine holds base, as before")
     assert engine.weight_version == "base"
+    fewer = source.make(2, without=next(iter(made.tensors)))
+    await stage(pod, source, fewer)
+    assert (await activate(pod, fewer)).status == 200, "no tensor of the refused version is in the engine"
 
 
 async def test_a_restarted_engine_loads_its_own_copy_without_a_coordinator(pod: Pod, source: Source, engine: StandIn) -> None:

@@ -279,6 +279,21 @@ def test_readers_need_a_ticket_for_a_snapshot(store: StoreProcess) -> None:
     assert answer.content == piece((0, 0), 1)
 
 
+def test_a_volume_that_fails_for_a_while_makes_no_snapshot_a_damaged_one(store: StoreProcess, folder: Path) -> None:
+    update = commit(store, 1)
+    wait_for(store, update)
+    digest = store.updates()[update]
+    assert store.call(STORE_DROP, {"keep": []})[0] == 200
+    index = folder_of(folder, update) / COPY_MANIFEST
+    kept = index.rename(index.with_suffix(".kept"))
+    index.mkdir()  # whose content no process can read as a file
+    status, body = load(store, update, digest)
+    assert (status, "cannot be read: Is a directory" in body["message"]) == (503, True), body
+    index.rmdir()
+    kept.rename(index)
+    assert load(store, update, digest)[0] == 200
+
+
 @pytest.mark.parametrize("hanging", ["pieces", "index"])
 def test_a_volume_that_hangs_delays_no_other_version(store: StoreProcess, folder: Path, hanging: str) -> None:
     update = commit(store, 1)

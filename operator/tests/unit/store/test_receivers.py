@@ -35,10 +35,30 @@ async def test_of_two_calls_that_join_one_process_group_at_a_time_the_later_one_
     monkeypatch.setattr(Receiver, "start", start)
     receivers = Receivers()
     request = StoreGroupRequest(group_name="g", master_address="127.0.0.1", master_port=1)
-    await asyncio.gather(receivers.join(request), receivers.join(request))
+    first, second = await asyncio.gather(receivers.join(request), receivers.join(request), return_exceptions=True)
+    assert (type(first), second) == (ReceiverError, None)
     assert [child.is_alive for child in children[:2]] == [False, True]
     await receivers.close()
     assert not children[1].is_alive
+
+
+async def test_a_call_to_leave_ends_a_join_that_waits_for_its_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    children: list[Child] = []
+
+    async def start() -> Child:
+        await asyncio.sleep(0.01)
+        children.append(Child())
+        return children[-1]
+
+    monkeypatch.setattr(Receiver, "start", start)
+    receivers = Receivers()
+    join = asyncio.create_task(receivers.join(StoreGroupRequest(group_name="g", master_address="127.0.0.1", master_port=1)))
+    await asyncio.sleep(0)
+    await receivers.leave("g")
+    with pytest.raises(ReceiverError):
+        await join
+    assert (receivers.names, children[0].is_alive) == ([], False)
+    await receivers.close()
 
 
 async def test_a_spare_child_that_could_not_start_fails_no_later_join(monkeypatch: pytest.MonkeyPatch) -> None:
