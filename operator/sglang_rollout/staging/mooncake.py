@@ -152,6 +152,7 @@ class MooncakeProcess:
         try:
             async with asyncio.timeout(_KILL_SECONDS):
                 await self._process.wait()
+                await asyncio.wait({self._reading})  # then its pipes are closed, too
         except TimeoutError:
             log.warning("Process %d of Mooncake has not ended %g s after it was killed.", self._process.pid, _KILL_SECONDS)
 
