@@ -8,7 +8,8 @@ import time
 from sglang_rollout.agent import state as s
 from sglang_rollout.agent.agent import Agent
 from sglang_rollout.agent.record import RecordError
-from sglang_rollout.agent.staged.activate import ActivationError, Activator
+from sglang_rollout.agent.staged.activate import Activator
+from sglang_rollout.agent.staged.load import ActivationError
 from sglang_rollout.agent.staged.saved import SavedVersions
 from sglang_rollout.sglang.client import EngineError
 from sglang_rollout.wire.agent import AckRequest

@@ -11,8 +11,9 @@ from aiohttp import web
 
 from sglang_rollout.agent.agent import Agent
 from sglang_rollout.agent.launch.head_pod import HeadPod
-from sglang_rollout.agent.staged.activate import ActivationError, Activator
+from sglang_rollout.agent.staged.activate import Activator
 from sglang_rollout.agent.staged.attempts import Attempts
+from sglang_rollout.agent.staged.load import ActivationError
 from sglang_rollout.agent.staged.member_pods import MemberPods
 from sglang_rollout.agent.staged.own_copy import OwnCopyWatch
 from sglang_rollout.agent.staged.saved import SavedVersions
