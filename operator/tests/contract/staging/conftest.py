@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
 
+from sglang_rollout.staging.mooncake import MooncakeProcess
 from tests.contract.support.staging_pods import SHARDS, Pod, has_mooncake, run_pod, use_stand_in_mooncake
 from tests.support.staged import random_version, use_small_pieces
+
+
+@pytest.fixture(autouse=True)
+async def ended_processes(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
+    """Wait until the processes of Mooncake have ended. A reader that is closed does not, and its event loop may end before they do."""
+    start, started, loop = MooncakeProcess.start, list[MooncakeProcess](), asyncio.get_running_loop()
+
+    async def note_start(host: str) -> MooncakeProcess:
+        process = await start(host)
+        started.extend([process] if asyncio.get_running_loop() is loop else [])
+        return process
+
+    monkeypatch.setattr(MooncakeProcess, "start", note_start)
+    yield
+    for process in started:
+        await process.kill()
 
 
 @pytest.fixture

@@ -305,14 +305,13 @@ def test_a_volume_that_hangs_delays_no_other_version(store: StoreProcess, folder
     hung = folder_of(folder, update) / (shard_file(0) if hanging == "pieces" else COPY_MANIFEST)
     hung.unlink()
     os.mkfifo(hung)
-    url = f"{store.data_url}{STAGED}/{update}/pieces/0/0"
+    url, others = f"{store.data_url}{STAGED}/{update}/pieces/0/0", [new_update(), new_update()]
     for _ in range(10):
         if hanging == "pieces":
             store.pool.submit(requests.get, url, headers={TICKET_HEADER: "reader"}, timeout=60)
         else:
-            store.pool.submit(load, store, update, digest)
-    for step in (2, 3):
-        other = new_update()
+            store.pool.submit(load, store, update, digest, keep=others)
+    for step, other in enumerate(others, start=2):
         upload(store, other, step)
         assert store.seal(other, step)[0] == 200
 
