@@ -93,8 +93,6 @@ class Agent:
         """End of the time in which the agent may load a version without a call of the coordinator."""
         self.takes_copies = False
         """True in a pod for transport Staged."""
-        self.has_loaded_copy: Callable[[], bool] = lambda: False
-        """Returns whether a staged version may have been loaded since the engine's start. A checkpoint may lack some of its tensors."""
         self.list_copies: Callable[[], list[StagedCopy]] = list
         """Return the versions in the memory of the pod."""
         self.explain_down: Callable[[], Refusal | None] = lambda: None
@@ -317,9 +315,6 @@ class Agent:
             return Refusal(RefusalCode.CONFLICT, f"{call}: the agent is loading a staged version and takes no call until that has ended.")
         if attempt and (activation is None or activation.attempt != attempt):
             return Refusal(RefusalCode.CONFLICT, f"{call}: the load of the staged version was given up.")
-        if call == ControlCall.UPDATE_DISK and not attempt and self.has_loaded_copy():
-            message = f"{call}: the engine has loaded a staged version since its start, and a checkpoint may lack some of its tensors."
-            return Refusal(RefusalCode.CONFLICT, f"{message} Restart the engine.")
         return guards.refusal(self.state, call, body, is_activation=bool(attempt))
 
     async def _release_refusal(self) -> Refusal | None:

@@ -145,7 +145,6 @@ async def run_staged_service(
         folder = VerdictFolder(verdicts)
         way = choose_way(agent.engine, folder, data_size=data_size, model_path=model_path)
         written, attempts = WrittenTensors(state), Attempts(folder, members)
-        agent.has_loaded_copy = lambda: written.read(agent.state.record.boot_id or "") != frozenset()
         activator = Activator(agent, copies, saved, written, attempts, way=way, pipeline_size=pipeline_size)
         stager = Stager(copies, saved, session, lambda: activator.updates_in_use, Bandwidth(bandwidth_limit), mooncake=mooncake)
         try:

@@ -92,6 +92,9 @@ def _needs_catch_up(fleet: Fleet, name: str) -> bool:
     by_agent = isinstance(find_source(fleet), StagedVersion)
     if not by_agent and (engine.status.session or (engine.status.paused and fleet.applied_state is FleetState.ACTIVE)):
         return False  # its session or pause must end first
+    # A checkpoint of another transport may lack tensors of a staged version that the engine has loaded, and that was given up.
+    if not by_agent and fleet.is_staged and not (engine.status.version is not None and engine.status.version.is_base):
+        return False
     held = engine.status.version if engine.status.state is EngineState.CLEAN else None
     served = [fleet.committed, *fleet.tolerated()]
     return held is None or order_key(held) not in {order_key(version) for version in served if version is not None}

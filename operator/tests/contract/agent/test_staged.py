@@ -388,13 +388,6 @@ async def test_an_older_version_is_not_loaded_over_tensors_that_it_does_not_have
     assert (await activate(pod, two, checksums=False)).status == 200
 
 
-async def test_no_checkpoint_is_loaded_over_a_staged_version(pod: PodHere, source: Source) -> None:
-    await serve_version(pod, source, source.make(1))
-    body = {"model_path": "/checkpoint", "flush_cache": False}
-    refused = await pod.control("/update_weights_from_disk", body)
-    assert (refused.status, "a checkpoint may lack some of its tensors" in refused.body["message"]) == (409, True), refused.body
-
-
 async def test_tensors_of_a_version_that_the_loader_refused_are_not_demanded(pod: PodHere, source: Source, engine: StandIn) -> None:
     names = list(changed_state(1))
     one, two, three = source.make(1, without=names[0]), source.make(2), source.make(3, without=names[0])

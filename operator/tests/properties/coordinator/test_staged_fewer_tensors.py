@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import pytest
 
+from sglang_rollout.api.weights_spec import Transport
 from sglang_rollout.coordinator.update import requests as rq
 from sglang_rollout.wire.ports import AGENT_ACTIVATE
+from sglang_rollout.wire.states import EngineState
 from tests.properties.support.staged_world import StagedWorld, last, run_to, serves
 
 OLD, NEW = ("u", "v"), ("w", "u", "v")
@@ -82,3 +84,23 @@ def test_after_a_load_that_failed_half_way(restarts: bool) -> None:
     if restarts:
         world.start()
     assert not serves_foreign_tensors(world)
+
+
+def test_a_checkpoint_of_the_transport_before_is_loaded_by_restarted_engines_only() -> None:
+    """It may lack tensors of a staged version that an engine has loaded and that was given up."""
+    world = StagedWorld(2, verify="Off")
+    staged, world.policy = world.policy, world.policy.model_copy(update={"transport": Transport.DISK, "staging": None})
+    world.generation += 1
+    world.send_intent()
+    assert world.do(rq.FromDisk("/snapshots/1", "1", {"model_path": "/snapshots/1"})).success
+    world.policy = staged
+    world.generation += 1
+    world.send_intent()
+    world.settle()
+    assert world.machine.fleet.weights.disk is not None
+    world.agents["e0"].forget(state=EngineState.DIRTY, version=None)
+    world.agents["e1"].restart()
+    for _ in range(3):
+        world.settle()
+        world.tick(200)
+    assert [name for name, agent in world.agents.items() if agent.gate_open] == ["e1"]

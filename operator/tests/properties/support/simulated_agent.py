@@ -462,8 +462,6 @@ class SimulatedAgent:
     # Control calls, in the order in which `agent.agent` applies them
 
     def _control(self, call: ControlCall, body: dict[str, Any], token: object, works: bool = True, by_spec: bool = False) -> Result:
-        if call is ControlCall.UPDATE_DISK and self.engine.written:
-            return Result(ok=False, status=409, message="the engine has loaded a staged version.")
         refused = guards.refusal(self.core, call, body)
         if refused is not None:
             return Result(ok=False, status=refused.status, message=refused.message)
