@@ -94,9 +94,9 @@ def _describe(source: Copy, shard: int, piece: int, error: OSError | StagedError
         return _damaged(source.folder, f"{file} is missing")
     if isinstance(error, OSError):
         return _unread(source.folder, error)
-    return (
-        _damaged(source.folder, f"piece {piece} of {file} does not have its SHA-256") if error.fault is StagedFault.WRONG_BYTES else error
-    )
+    if error.fault is StagedFault.WRONG_BYTES:
+        return _damaged(source.folder, f"piece {piece} of {file} does not have its SHA-256")
+    return error
 
 
 def _unread(folder: Path, error: OSError) -> StagedError:

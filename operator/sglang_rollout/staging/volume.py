@@ -73,7 +73,7 @@ class Volume:
                 continue  # nothing waits for it any longer
             try:
                 result = call()
-            except BaseException as error:  # noqa: BLE001 - it belongs to the caller
+            except BaseException as error:  # noqa: BLE001 - the caller of run() raises it
                 future.set_exception(error)
             else:
                 future.set_result(result)

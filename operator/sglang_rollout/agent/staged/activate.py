@@ -1,4 +1,4 @@
-"""Load a staged version into the engine, one at a time: for a coordinator, or on the agent's own account.
+"""Load a staged version into the engine, one at a time: for a coordinator, or by the agent itself.
 
 After a success the gate stays closed until the version is committed, and the engine stays paused unless the request says otherwise.
 :mod:`.load` has the steps of a load, and what they leave after a failure.
@@ -15,7 +15,7 @@ from sglang_rollout.agent import state as s
 from sglang_rollout.agent.agent import Agent
 from sglang_rollout.agent.record import RecordError
 from sglang_rollout.agent.staged.attempts import Attempts
-from sglang_rollout.agent.staged.load import ANSWER_SECONDS, QUESTION_SECONDS, ActivationError, Load, as_list, restore
+from sglang_rollout.agent.staged.load import ANSWER_SECONDS, LABEL_SECONDS, ActivationError, Load, as_list, restore
 from sglang_rollout.agent.staged.saved import SavedVersion, SavedVersions
 from sglang_rollout.agent.staged.ways import LoadWay
 from sglang_rollout.agent.staged.written import WrittenTensors, tensors_of
@@ -232,7 +232,7 @@ class Activator:
         await self._way.check_copy(copy)
         tensors = await asyncio.to_thread(tensors_of, copy)
         self._check_tensors(request.ack.boot_id, tensors)
-        live_label = await agent.engine.read_label(timeout=QUESTION_SECONDS)
+        live_label = await agent.engine.read_label(timeout=LABEL_SECONDS)
         await agent.confirm_process()
         attempt = await self._verdicts.open(request)
         self._check(request)  # another call may have come meanwhile
@@ -244,10 +244,9 @@ class Activator:
         if written is None and self._agent.state.record.written:
             message = "It is not known which tensors were written since the engine's start. Restart the engine."
             raise _refused(RefusalCode.CONFLICT, message)
-        if left := len((written or frozenset()) - tensors):
-            message = (
-                f"Loads since the engine's start may have written tensors that this version does not have ({left} of {len(written or ())})."
-            )
+        missing = (written or frozenset()) - tensors
+        if missing:
+            message = f"Loads since the engine's start may have written tensors that this version does not have ({len(missing)})."
             raise _refused(RefusalCode.CONFLICT, f"{message} Restart the engine, or push a version with them.")
 
     async def _load(self, request: ActivateRequest, start: _Start, expected: Checksums | None) -> ActivateReply:

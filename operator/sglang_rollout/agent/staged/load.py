@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 3600.0
 """Time for each answer of the engine. The caller's deadline, the lease and /agent/fence end a load earlier."""
-QUESTION_SECONDS = 30.0
-"""Time for the engine to say what it holds. A load takes longer, so a busy engine is no reason to refuse it."""
+LABEL_SECONDS = 30.0
+"""Timeout for the engine's version label. A busy engine may need more than the 2 s of a poll, and a load takes longer anyway."""
 _STAGE_SECONDS, _STAGE_FACTOR = 30.0, 2.0
 """Time for the load of each later pipeline stage: so many seconds, and so many times as long as the first stage took."""
 _NO_SESSION = b"no weight-update session is open"
@@ -196,7 +196,7 @@ async def restore(agent: Agent, attempt: str) -> bool:
         if not reply.ok and _NO_SESSION not in reply.body:
             return False
     # SGLang takes over the label of a version that its loader has refused.
-    if await agent.engine.read_label(timeout=QUESTION_SECONDS) != activation.live_label:
+    if await agent.engine.read_label(timeout=LABEL_SECONDS) != activation.live_label:
         body = {"new_version": activation.live_label}
         if not (await agent.control(ControlCall.SET_VERSION, body, ANSWER_SECONDS, attempt=attempt)).ok:
             return False

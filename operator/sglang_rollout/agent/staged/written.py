@@ -64,7 +64,9 @@ class WrittenTensors:
         try:
             save(self._path, record)
         except RecordError as error:
-            log.warning("%s Until its next start the engine loads only versions with the tensors of a version that it has refused.", error)
+            log.warning(
+                "%s Until it restarts, the engine loads only versions that have all tensors of the version that it has just refused.", error
+            )
             return
         self._record = record
 

@@ -12,8 +12,8 @@ import pytest
 from e2e.held_tensors import changed_state
 
 from sglang_rollout.agent.staged import stage as staging
-from sglang_rollout.sglang.api import ControlCall
-from sglang_rollout.sglang.client import Reply
+from sglang_rollout.sglang.api import MODEL_INFO, ControlCall
+from sglang_rollout.sglang.client import EngineError, Reply
 from sglang_rollout.staging.payload import LOADER, loader_payload
 from sglang_rollout.testing import StandIn, expected_tokens
 from sglang_rollout.wire.agent import SyncRequest
@@ -386,6 +386,24 @@ async def test_an_older_version_is_not_loaded_over_tensors_that_it_does_not_have
     assert refused.body["wrote"] is False
     assert not (await pod.status(**one.committed)).gate_open
     assert (await activate(pod, two, checksums=False)).status == 200
+
+
+async def test_a_busy_engine_has_more_time_to_say_what_it_holds_before_a_load(
+    pod: PodHere, source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, agent = source.make(1), pod.running
+    assert agent is not None
+    get = agent.engine.get
+
+    async def answer_late(path: str, *, timeout: float) -> Reply:
+        task = asyncio.current_task()
+        if path == MODEL_INFO and timeout < 10 and task is not None and task.get_name().startswith("load of update"):
+            raise EngineError(f"{path} was not answered within {timeout:g} s")
+        return await get(path, timeout=timeout)
+
+    await stage(pod, source, made)
+    monkeypatch.setattr(agent.engine, "get", answer_late)
+    assert (await activate(pod, made)).status == 200
 
 
 async def test_tensors_of_a_version_that_the_loader_refused_are_not_demanded(pod: PodHere, source: Source, engine: StandIn) -> None:

@@ -24,35 +24,35 @@ class Child:
         self.is_alive = False
 
 
-async def test_of_two_calls_that_join_one_process_group_at_a_time_the_later_one_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    children: list[Child] = []
+REQUEST = StoreGroupRequest(group_name="g", master_address="127.0.0.1", master_port=1)
+
+
+@pytest.fixture
+def children(monkeypatch: pytest.MonkeyPatch) -> list[Child]:
+    """The children that were started, each after a moment."""
+    made: list[Child] = []
 
     async def start() -> Child:
-        await asyncio.sleep(0)
-        children.append(Child())
-        return children[-1]
+        await asyncio.sleep(0.01)
+        made.append(Child())
+        return made[-1]
 
     monkeypatch.setattr(Receiver, "start", start)
+    return made
+
+
+async def test_of_two_calls_that_join_one_process_group_at_a_time_the_later_one_stays(children: list[Child]) -> None:
     receivers = Receivers()
-    request = StoreGroupRequest(group_name="g", master_address="127.0.0.1", master_port=1)
-    first, second = await asyncio.gather(receivers.join(request), receivers.join(request), return_exceptions=True)
+    first, second = await asyncio.gather(receivers.join(REQUEST), receivers.join(REQUEST), return_exceptions=True)
     assert (type(first), second) == (ReceiverError, None)
     assert [child.is_alive for child in children[:2]] == [False, True]
     await receivers.close()
     assert not children[1].is_alive
 
 
-async def test_a_call_to_leave_ends_a_join_that_waits_for_its_child(monkeypatch: pytest.MonkeyPatch) -> None:
-    children: list[Child] = []
-
-    async def start() -> Child:
-        await asyncio.sleep(0.01)
-        children.append(Child())
-        return children[-1]
-
-    monkeypatch.setattr(Receiver, "start", start)
+async def test_a_call_to_leave_ends_a_join_that_waits_for_its_child(children: list[Child]) -> None:
     receivers = Receivers()
-    join = asyncio.create_task(receivers.join(StoreGroupRequest(group_name="g", master_address="127.0.0.1", master_port=1)))
+    join = asyncio.create_task(receivers.join(REQUEST))
     await asyncio.sleep(0)
     await receivers.leave("g")
     with pytest.raises(ReceiverError):
@@ -74,6 +74,6 @@ async def test_a_spare_child_that_could_not_start_fails_no_later_join(monkeypatc
     receivers = Receivers()
     receivers.prepare()
     await asyncio.sleep(0.01)  # the spare child has failed, and no trainer waits for it
-    await receivers.join(StoreGroupRequest(group_name="g", master_address="127.0.0.1", master_port=1))
+    await receivers.join(REQUEST)
     assert receivers.names == ["g"]
     await receivers.close()
