@@ -59,7 +59,7 @@ def staged_fleet(kubectl: Kubectl, operator: Kubectl, client: str) -> Iterator[s
 def staged_stand(kubectl: Kubectl, operator: Kubectl, client: str) -> Iterator[str]:
     """Create a rollout of two stand-ins with transport Staged, and return its name.
 
-    The images have no root user, the weight store writes snapshots on a claim, and the engines share compiled kernels.
+    The images have no root user, and the weight store writes snapshots on a claim.
     """
     remove_stand(kubectl)
     kubectl("delete", "sglr", NAME, "--ignore-not-found", "--wait=false")
@@ -67,7 +67,6 @@ def staged_stand(kubectl: Kubectl, operator: Kubectl, client: str) -> Iterator[s
     with claim(kubectl, SNAPSHOTS, client):
         store = {"snapshots": {"volume": {"claim": SNAPSHOTS}}}
         rollout = stand_in.rollout(STAND, replicas=2, weights=WEIGHTS | {"store": store})
-        rollout["spec"]["engine"]["cache"] = {"shared": True}
         rollout["spec"]["podTemplate"]["spec"]["securityContext"] = {"runAsNonRoot": True, "fsGroup": GROUP}
         with fleet_of(kubectl, rollout) as name:
             yield name
@@ -246,19 +245,6 @@ def test_a_new_pod_of_the_store_copies_the_version_from_the_engines(
     assert document(stand.url)["serving"] == 2
     stand.push(uploader, watch)
     stand.serve(2)
-
-
-def test_a_new_pod_starts_with_the_kernels_that_another_engine_compiled(kubectl: Kubectl, stand: StandInRollout) -> None:
-    kernel, content = "/var/cache/sglang-rollout/triton/AB/kernel.cubin", f"compiled {time.time()}"
-    first, second = (f"{stand.engine(index)}-0" for index in (0, 1))
-    stand.serve(2)
-    kubectl.exec(first, "sh", "-c", f"mkdir -p {os.path.dirname(kernel)} && echo '{content}' > {kernel}", container="engine")
-    sent = "of compiled kernels of this engine"
-    eventually("the weight store has the kernel", lambda: sent in kubectl("logs", first, "-c", "agent"), within=120, every=2)
-    replace_pod(kubectl, second)
-    stand.serve(1)
-    stand.serve(2)
-    assert kubectl.exec(second, "cat", kernel, container="engine").strip() == content
 
 
 def test_engines_load_in_turn_while_clients_generate(stand: StandInRollout, uploader: Trainer, watch: Watch) -> None:

@@ -81,12 +81,12 @@ class Rdma(ApiModel):
 
 
 class Cache(ApiModel):
-    """Storage of compiled kernels between pods. One of `hostPath`, `claim` and `shared`."""
+    """Storage of compiled kernels between pods. Either `hostPath` or `claim`."""
 
     model_config = with_rules(
         rule(
-            "[has(self.hostPath), has(self.claim), self.shared].filter(is_set, is_set).size() == 1",
-            "engine.cache takes exactly one of hostPath, claim and shared: true.",
+            "has(self.hostPath) != has(self.claim)",
+            "engine.cache takes either hostPath or claim.",
         )
     )
 
@@ -94,9 +94,6 @@ class Cache(ApiModel):
     """Folder of the node. It is created if it does not exist."""
     claim: str | None = Field(default=None, min_length=1, max_length=253)
     """PersistentVolumeClaim in the namespace of this object. Engines on several nodes need one that many nodes can write."""
-    shared: bool = False
-    """A new pod gets the kernels that running engines of this rollout have compiled, through the weight store. Needs `weights.transport:
-    Staged`. What an engine compiles then runs in the other engines, too."""
 
 
 CACHE_VARIABLES: Mapping[str, str] = {

@@ -119,8 +119,7 @@ class Staging(ApiModel):
     """Maximum number of pods that copy a version from the same pod at a time."""
     bandwidth_limit: str | None = Field(default=None, max_length=32, pattern=SIZE)
     """Maximum bytes per second of versions that an engine pod, or the weight store, receives from the other pods of the fleet, and that it
-    sends to them, such as `500Mi`; each direction apart. What the trainer sends, and compiled kernels, are not limited. Default: no
-    limit."""
+    sends to them, such as `500Mi`; each direction apart. What the trainer sends is not limited. Default: no limit."""
     trainer_pause: TrainerPause = TrainerPause.HONOUR
     """Effect of a trainer's `/pause_generation`. `Honour`: engines are paused until the trainer continues, also while it sends the version.
     `Defer`: running requests are aborted or retracted once, as the trainer asks; then engines generate with the old version until they load
@@ -387,12 +386,6 @@ def rules_of_transports() -> list[dict[str, str]]:
     transport = "(has(self.weights) && has(self.weights.transport) ? self.weights.transport : 'Distributed')"
     staged = f"{transport} == 'Staged'"
     return [
-        rule(
-            f"({staged}) || !has(self.engine.cache) || !self.engine.cache.shared",
-            "engine.cache.shared needs weights.transport Staged, because the weight store keeps the kernels. Set this transport, or use"
-            " engine.cache.hostPath or claim.",
-            field=".engine",
-        ),
         rule(
             f"self.mode != 'Standalone' || self.engine.parallelism.data == 1 || {transport} in ['Disk', 'Staged']",
             "engine.parallelism.data above 1 needs weights.transport Staged or Disk: SGLang cannot then take weights over a process group."

@@ -124,15 +124,9 @@ def memory_volume(name: str) -> Object:
     return {"name": name, "emptyDir": {"medium": "Memory", "sizeLimit": "16Mi"}}
 
 
-def control_volume(secret: str, key: str = names.TOKEN_KEY, more: Sequence[Object] = ()) -> Object:
-    """Return the volume with one value of a Secret. All users of a container may read it; only own containers mount it.
-
-    Args:
-        secret: Name of the Secret.
-        key: Key of the value.
-        more: Further values, as items of the volume.
-    """
-    items = [{"key": key, "path": names.TOKEN_KEY}, *more]
+def control_volume(secret: str, key: str = names.TOKEN_KEY) -> Object:
+    """Return the volume with one value of a Secret. All users of a container may read it; only own containers mount it."""
+    items = [{"key": key, "path": names.TOKEN_KEY}]
     return {"name": "control", "secret": {"secretName": secret, "items": items, "defaultMode": 0o444}}
 
 

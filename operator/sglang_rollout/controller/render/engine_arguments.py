@@ -10,7 +10,7 @@ from sglang_rollout.api.engine_spec import NODE_NAME_ENV, NODE_RANK_ENV
 from sglang_rollout.api.network_spec import CACHE_VARIABLES, MEMORY_CHECK, NETWORK_VARIABLES, OFFLINE_VARIABLES
 from sglang_rollout.api.sharing_spec import Mode
 from sglang_rollout.api.v1alpha1 import SGLangRollout
-from sglang_rollout.controller.render import kernels, names, staging, tls
+from sglang_rollout.controller.render import names, staging, tls
 from sglang_rollout.controller.render.common import HOME_ENV, Object
 from sglang_rollout.controller.render.names import OF_POD, EnginePorts
 from sglang_rollout.controller.render.storage import CACHE_DIR
@@ -94,7 +94,7 @@ def agent_args(rollout: SGLangRollout, engine: str, ports: EnginePorts) -> list[
         args += ["--public-keys", names.PUBLIC_KEYS_DIR, "--rollout-uid", rollout.metadata.uid]
         args += ["--require-checksums"] if signatures.require_checksums else []
     # A co-located trainer calls each engine by itself. The agent forwards such calls to the coordinator.
-    return [*args, *staging.agent_arguments(rollout), *kernels.agent_arguments(rollout), *tls.agent_arguments(rollout)]
+    return [*args, *staging.agent_arguments(rollout), *tls.agent_arguments(rollout)]
 
 
 def engine_environment(rollout: SGLangRollout) -> list[Object]:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from sglang_rollout.api.limits_spec import CUSTOM_LOGIT_PROCESSOR, gate_options
 from sglang_rollout.api.pod_template import AGENT_CONTAINER, ENGINE_CONTAINER, GATE_CONTAINER
 from sglang_rollout.api.v1alpha1 import SGLangRollout
-from sglang_rollout.controller.render import common, kernels, names, staging, tls
+from sglang_rollout.controller.render import common, names, staging, tls
 from sglang_rollout.controller.render.common import Object, Settings, http_probe
 from sglang_rollout.controller.render.engine_arguments import agent_args, agent_environment, engine_environment, server_args, server_ranks
 from sglang_rollout.controller.render.hashing import revisions
@@ -110,7 +110,7 @@ def _pod_template(rollout: SGLangRollout, settings: Settings, index: int, revisi
                 *(common.memory_volume(mount["name"]) for mount in (RUN_MOUNT, GATE_MOUNT, AGENT_MOUNT)),
                 {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": rollout.spec.engine.shm}},
                 common.TMP_VOLUME,
-                common.control_volume(names.credentials_name(rollout.name), name, kernels.credential_items(rollout)),
+                common.control_volume(names.credentials_name(rollout.name), name),
                 *tls.agent_volumes(rollout),
                 *_key_volumes(rollout),
                 *volumes(rollout),
@@ -157,7 +157,6 @@ def _agent(rollout: SGLangRollout, settings: Settings, name: str, ports: EngineP
             *(RUN_MOUNT, GATE_MOUNT, AGENT_MOUNT, common.TMP_MOUNT, common.CONTROL_MOUNT, *tls.agent_mounts(rollout)),
             *({"name": volume["name"], "mountPath": names.PUBLIC_KEYS_DIR, "readOnly": True} for volume in _key_volumes(rollout)),
             *staging.agent_mounts(rollout),
-            *kernels.agent_mounts(rollout),
         ],
         restartPolicy="Always",
         args=agent_args(rollout, name, ports),

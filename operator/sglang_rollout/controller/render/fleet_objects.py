@@ -11,7 +11,6 @@ from sglang_rollout.api.sharing_spec import Mode
 from sglang_rollout.api.v1alpha1 import SGLangRollout, State
 from sglang_rollout.controller.render import names, tls
 from sglang_rollout.controller.render.common import Object, child
-from sglang_rollout.controller.render.kernels import shares_kernels
 from sglang_rollout.controller.render.names import engine_ports
 from sglang_rollout.controller.render.network_policies import selects_engines
 from sglang_rollout.credentials import Credentials
@@ -169,7 +168,7 @@ def control_secret(rollout: SGLangRollout, token: str | None) -> Object:
 
 
 def credentials_secret(rollout: SGLangRollout, token: str | None) -> list[Object]:
-    """Return the Secret with a credential for each engine, the weight store and the compiled kernels, one for each line of the key.
+    """Return the Secret with a credential for each engine and the weight store, one for each line of the key.
 
     There is none if there is no key yet.
     """
@@ -179,8 +178,6 @@ def credentials_secret(rollout: SGLangRollout, token: str | None) -> list[Object
     holders = [names.engine_name(rollout.name, index) for index in range(rollout.spec.engines)]
     if rollout.spec.weights.is_staged:
         holders.append(names.store_name(rollout.name))
-    if shares_kernels(rollout):
-        holders.append(names.kernels_name(rollout.name))
     secret = child(rollout, "v1", "Secret", names.credentials_name(rollout.name), names.COMPONENT_ENGINE)
     return [{**secret, "type": "Opaque", "data": {holder: _encode("\n".join(key.derive(holder).lines())) for holder in holders}}]
 

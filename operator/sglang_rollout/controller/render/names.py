@@ -96,12 +96,8 @@ SNAPSHOTS_DIR = "/run/rollout-snapshots"
 """Mount path of the volume of the weight store's snapshots."""
 PACKAGE_DIR = "/run/rollout-package"
 """Folder of the weight store with the operator's Python package, because its image is that of the engines."""
-KERNELS_DIR = "/run/rollout-kernels"
-"""Folder of the weight store with the compiled kernels of the engines."""
 CONTROL_DIR = "/etc/sglang-rollout/control"
 TOKEN_FILE = f"{CONTROL_DIR}/{TOKEN_KEY}"
-KERNELS_TOKEN_KEY = "kernels-token"  # noqa: S105 - the name of a file, not a token
-KERNELS_TOKEN_FILE = f"{CONTROL_DIR}/{KERNELS_TOKEN_KEY}"
 PUBLIC_KEYS_DIR = "/etc/sglang-rollout/public-keys"
 """Folder in the agent's container with the public keys of trainers."""
 
@@ -170,11 +166,6 @@ def store_name(rollout: str) -> str:
     return f"{rollout}-store"
 
 
-def kernels_name(rollout: str) -> str:
-    """Return the name of the credential with which agents and the weight store exchange compiled kernels."""
-    return f"{rollout}-kernels"
-
-
 def store_host(rollout: str, namespace: str) -> str:
     """Return the host name of the weight store's Service."""
     return f"{store_name(rollout)}.{namespace}.svc"
@@ -196,7 +187,7 @@ def control_name(rollout: str) -> str:
 
 
 def credentials_name(rollout: str) -> str:
-    """Return the name of the Secret with the credentials of each engine, of the weight store and of the compiled kernels."""
+    """Return the name of the Secret with the credentials of each engine and of the weight store."""
     return f"{rollout}-credentials"
 
 

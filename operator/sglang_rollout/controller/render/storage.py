@@ -44,9 +44,7 @@ def volumes(rollout: SGLangRollout) -> list[Object]:
         result.append({"name": MODEL_VOLUME, **volume_source(model.volume.claim, model.volume.host_path, kind)})
     elif model.download:
         result.append({"name": MODEL_VOLUME, "emptyDir": {}})
-    if cache and cache.shared:
-        result.append({"name": CACHE_VOLUME, "emptyDir": {}})
-    elif cache:
+    if cache:
         result.append({"name": CACHE_VOLUME, **volume_source(cache.claim, cache.host_path, "DirectoryOrCreate")})
     return result
 
@@ -57,9 +55,7 @@ def mounts(rollout: SGLangRollout) -> list[Object]:
     result: list[Object] = []
     if model.volume or model.download:
         result.append({"name": MODEL_VOLUME, "mountPath": _model_mount(rollout), "readOnly": True})
-    if engine.cache and engine.cache.shared:
-        result.append({"name": CACHE_VOLUME, "mountPath": CACHE_DIR})
-    elif engine.cache:
+    if engine.cache:
         # A folder per image, because another release of torch or SGLang may find kernels by their names only.
         result.append({"name": CACHE_VOLUME, "mountPath": CACHE_DIR, "subPath": digest(engine.image)})
     return result

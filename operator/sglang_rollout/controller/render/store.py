@@ -10,7 +10,7 @@ from sglang_rollout.api.network_spec import NETWORK_VARIABLES
 from sglang_rollout.api.pod_template import ENGINE_CONTAINER, STAGED_VOLUME
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.api.weights_spec import Staging, Store
-from sglang_rollout.controller.render import common, kernels, names
+from sglang_rollout.controller.render import common, names
 from sglang_rollout.controller.render.common import Object, Settings, http_probe
 from sglang_rollout.controller.render.engine_arguments import engine_variables
 from sglang_rollout.controller.render.engines import engine_template
@@ -119,9 +119,8 @@ def _pod_spec(rollout: SGLangRollout, settings: Settings, staging: Staging) -> O
             common.memory_volume(_STATE_MOUNT["name"]),
             {"name": _PACKAGE_MOUNT["name"], "emptyDir": {"sizeLimit": "64Mi"}},
             common.TMP_VOLUME,
-            common.control_volume(names.credentials_name(rollout.name), names.store_name(rollout.name), kernels.credential_items(rollout)),
+            common.control_volume(names.credentials_name(rollout.name), names.store_name(rollout.name)),
             *_snapshot_volumes(store),
-            *kernels.store_volumes(rollout),
         ],
     }
 
@@ -158,7 +157,6 @@ def _store(rollout: SGLangRollout, staging: Staging, store: Store) -> Object:
             *bandwidth_arguments(staging),
             *mooncake_arguments(staging),
             *_snapshot_arguments(rollout, store),
-            *kernels.store_arguments(rollout),
         ],
         "env": [common.HOME_ENV, {"name": "PYTHONUNBUFFERED", "value": "1"}, *_network_variables(rollout)],
         "ports": common.container_ports(control=STORE_PORT, data=STAGING_PORT, metrics=METRICS_PORT),
@@ -174,7 +172,6 @@ def _store(rollout: SGLangRollout, staging: Staging, store: Store) -> Object:
             common.TMP_MOUNT,
             common.CONTROL_MOUNT,
             *([_SNAPSHOTS_MOUNT] if store.snapshots is not None else []),
-            *kernels.store_mounts(rollout),
         ],
     }
 

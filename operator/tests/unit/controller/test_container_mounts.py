@@ -70,14 +70,12 @@ def test_an_engine_pod_has_the_credential_of_its_engine_and_none_of_another_engi
         volumes = engine["spec"]["template"]["spec"]["volumes"]
         (secret,) = (volume["secret"] for volume in volumes if str(volume.get("secret", {}).get("secretName")).startswith("demo-"))
         assert secret["secretName"] == "demo-credentials"
-        shares_kernels = (spec["engine"].get("cache") or {}).get("shared", False)
-        kernels = [{"key": "demo-kernels", "path": "kernels-token"}] if shares_kernels else []
-        assert secret["items"] == [{"key": engine["metadata"]["name"], "path": "token"}, *kernels]
+        assert secret["items"] == [{"key": engine["metadata"]["name"], "path": "token"}]
 
 
 def test_an_engine_shares_no_volume_with_its_gate_and_no_credential_with_its_agent() -> None:
     table = documented()
     volumes = {container: {row[1] for row in table if row[0] == container} for container in ("engine", "gate", "agent")}
     assert not volumes["engine"] & volumes["gate"]
-    assert volumes["engine"] & volumes["agent"] == {"run", "rollout-model", "rollout-cache", "rollout-staged", "rollout-verdicts"}
+    assert volumes["engine"] & volumes["agent"] == {"run", "rollout-model", "rollout-staged", "rollout-verdicts"}
     assert ("engine", "rollout-staged", "write") not in table
