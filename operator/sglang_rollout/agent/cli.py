@@ -23,8 +23,6 @@ from sglang_rollout.agent.app import make_app
 from sglang_rollout.agent.authorities import Authorities
 from sglang_rollout.agent.engine import Engine, RunFiles, StartBarrier
 from sglang_rollout.agent.gate import Gate
-from sglang_rollout.agent.kernels.exchange import KernelExchange
-from sglang_rollout.agent.kernels.options import kernel_options, make_exchange
 from sglang_rollout.agent.launch.head_pod import HeadPod
 from sglang_rollout.agent.launch.member_pod import MemberPod, member_app
 from sglang_rollout.agent.record import RecordFile
@@ -96,7 +94,6 @@ class Settings:
     staging_bandwidth_limit: int | None = None
     mooncake: bool = False
     place: Place | None = None
-    kernels: KernelExchange | None = None
 
 
 @click.command(name="agent")
@@ -194,7 +191,6 @@ class Settings:
     help="With --staging-volume: copy versions with Mooncake Transfer Engine, and let other agents do so, at ports"
     f" {ports.MOONCAKE_PORTS[0]} to {ports.MOONCAKE_PORTS[1]}. Every process that reaches these ports can read the versions.",
 )
-@kernel_options
 @logging_options
 def command(
     *,
@@ -212,8 +208,7 @@ def command(
     configure_logging(log_level, log_format)
     credentials = read_token_file(token_file)
     place = _parse_place(nodes, node_rank, head, advertise, options["boot_file"])
-    kernels = make_exchange(options)
-    settings = Settings(listen=listen, credentials=credentials, place=place, kernels=kernels, **options)
+    settings = Settings(listen=listen, credentials=credentials, place=place, **options)
     if urlsplit(settings.engine_url).scheme != "http" or not urlsplit(settings.engine_url).hostname:
         raise click.BadParameter(f"{settings.engine_url!r} is not an http URL", param_hint="--engine-url")
     if settings.fleet_url is not None:
@@ -223,7 +218,7 @@ def command(
     if settings.staging_volume is not None and (settings.verdicts_dir is None or not isinstance(settings.data_listen, Address)):
         raise click.UsageError("--staging-volume needs --verdicts-dir, and --data-listen with a TCP address")
     try:
-        uvloop.run(_run_pod(settings))
+        uvloop.run(run_member_pod(settings, place) if place is not None and place.rank else run(settings))
     except OSError as error:
         raise click.ClickException(f"the agent cannot listen on {listen}: {error.strerror or error}") from None
     except StagedError as error:
@@ -248,14 +243,6 @@ def _parse_place(nodes: int, rank: int, head: Address | None, own: Address | Non
     if rank >= nodes:
         raise click.BadParameter(f"{rank} is too large for {nodes} pods: they count from 0", param_hint="--node-rank")
     return Place(nodes, rank, head, own, RunFiles(boot_file))
-
-
-async def _run_pod(settings: Settings) -> None:
-    """Fetch compiled kernels before the agent answers, because the kubelet starts the engine then, and run the agent of the pod."""
-    if settings.kernels is not None:
-        await settings.kernels.fetch()
-    place = settings.place
-    await (run_member_pod(settings, place) if place is not None and place.rank else run(settings))
 
 
 async def run(settings: Settings) -> None:
@@ -300,7 +287,6 @@ async def run(settings: Settings) -> None:
             *_watches(agent, fence, files, head_pod, staged),
             _follow_gate(agent),
             _trust_record(agent),
-            *_send_kernels(settings.kernels, lambda: agent.state.up),
         ]
         await _serve(app, settings.listen, work, f"Agent of {name} at {settings.listen}, engine {url}.")
 
@@ -360,14 +346,6 @@ def _run_staged_member(settings: Settings) -> AbstractAsyncContextManager[Staged
     )
 
 
-def _send_kernels(kernels: KernelExchange | None, is_up: Callable[[], bool]) -> list[Coroutine[Any, Any, None]]:
-    """Return the loop that sends compiled kernels; none if the fleet does not share them."""
-    if kernels is None:
-        return []
-    kernels.is_up = is_up
-    return [_repeat(kernels.quiet_seconds, "sending compiled kernels", kernels.offer)]
-
-
 @asynccontextmanager
 async def _listen(app: web.Application, endpoint: Endpoint) -> AsyncIterator[None]:
     """Serve ``app`` for the length of the block. Raises OSError if the address is taken."""
@@ -396,7 +374,6 @@ async def run_member_pod(settings: Settings, place: Place) -> None:
             _repeat(_INTERVAL, "polling SGLang", member.observe),
             _repeat(_INTERVAL, "reporting to pod 0", member.report),
             _repeat(_RESOLVE_INTERVAL, "resolving the name of pod 0", member.resolve),
-            *_send_kernels(settings.kernels, lambda: member.up),
         ]
         routes: list[web.RouteDef] = []
         if staged is not None and settings.data_listen is not None:

@@ -25,7 +25,6 @@ from sglang_rollout.staging.mooncake import SharedMemory, mooncake_readers
 from sglang_rollout.staging.piece_reader import PieceReader
 from sglang_rollout.staging.serve import staging_routes
 from sglang_rollout.store.app import make_control_app, make_data_app, make_metrics_app
-from sglang_rollout.store.kernels import KernelArchives
 from sglang_rollout.store.receivers import Receivers
 from sglang_rollout.store.snapshots import Settings as SnapshotSettings
 from sglang_rollout.store.snapshots import Snapshots
@@ -51,8 +50,6 @@ class Settings:
     state_dir: Path
     credentials: Credentials
     snapshots: SnapshotSettings | None = None
-    kernels: Path | None = None
-    kernels_credentials: Credentials | None = None
     bandwidth_limit: int | None = None
     mooncake: bool = False
 
@@ -122,18 +119,6 @@ def _parse_address(_context: click.Context, _parameter: click.Parameter, text: s
 @click.option("--snapshots-every", type=click.IntRange(min=1), default=1, show_default=True, help="Versions between two snapshots.")
 @click.option("--snapshots-keep", type=click.IntRange(min=1), default=3, show_default=True, help="Newest snapshots that stay.")
 @click.option(
-    "--kernels",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    show_default="none are kept",
-    help="For engine.cache.shared: folder of the engines' compiled kernels, on a disk.",
-)
-@click.option(
-    "--kernels-token-file",
-    type=click.Path(path_type=Path),
-    help="With --kernels: file with the credentials of the kernels, one a line. All are accepted. Read again when it changes.",
-)
-@click.option(
     "--mooncake",
     is_flag=True,
     help="Let agents copy versions with Mooncake Transfer Engine, and copy from them with it, at ports"
@@ -143,7 +128,6 @@ def _parse_address(_context: click.Context, _parameter: click.Parameter, text: s
 def command(
     *,
     token_file: Path,
-    kernels_token_file: Path | None,
     log_level: str,
     log_format: str,
     snapshots: Path | None,
@@ -154,12 +138,9 @@ def command(
     """Run the weight store: it receives versions of trainers, and keeps them for the engines' agents."""
     configure_logging(log_level, log_format)
     credentials = read_token_file(token_file)
-    if (options["kernels"] is None) != (kernels_token_file is None):
-        raise click.UsageError("--kernels and --kernels-token-file need each other")
-    kernels_credentials = read_token_file(kernels_token_file) if kernels_token_file is not None else None
     try:
         written = SnapshotSettings(snapshots, snapshots_every, snapshots_keep) if snapshots is not None else None
-        asyncio.run(run(Settings(credentials=credentials, snapshots=written, kernels_credentials=kernels_credentials, **options)))
+        asyncio.run(run(Settings(credentials=credentials, snapshots=written, **options)))
     except StagedError as error:
         raise click.ClickException(str(error)) from None
     except OSError as error:
@@ -184,8 +165,6 @@ async def _serve(settings: Settings, session: aiohttp.ClientSession, stop: async
     store = Store(copies, receivers, session, snapshots, Bandwidth(settings.bandwidth_limit), open_reader=reader)
     memory = SharedMemory(copies) if settings.mooncake else None
     routes = staging_routes(store, Bandwidth(settings.bandwidth_limit), memory)
-    if settings.kernels is not None and settings.kernels_credentials is not None:
-        routes += KernelArchives(settings.kernels, settings.kernels_credentials).routes()
     apps = (
         (make_control_app(store, settings.credentials, term), settings.listen),
         (make_data_app(store, routes), settings.data_listen),

@@ -126,14 +126,10 @@ STAGED = "/staged"  # GET {STAGED}/{update}/index?from=N&wait=S -> IndexReply; G
 # With ?only=difference and BASE_HEADER, a pod that has the piece but not its difference answers with status 204.
 FLEET_UPDATES = "/fleet/updates"
 # At the store: PUT {FLEET_UPDATES}/{update}/pieces/{shard}/{piece}; GET {FLEET_UPDATES}/{update} -> UploadStatus
-KERNELS = "/kernels"
-# At the store, with the credential of the kernels: GET and PUT {KERNELS}/{key}: an archive of compiled kernels (wire.kernels)
 TICKET_HEADER = "X-Rollout-Ticket"
 """Request header: the ticket of a version, for reading or for uploading it."""
 DIGEST_HEADER = "X-Rollout-Digest"
-"""Header of an uploaded piece, or of an archive of compiled kernels: the SHA-256 of the bytes, hexadecimal."""
-FILES_HEADER = "X-Rollout-Files"
-"""Header of an archive of compiled kernels: the number of its files."""
+"""Header of an uploaded piece: the SHA-256 of the bytes, hexadecimal."""
 BASE_HEADER = "X-Rollout-Base"
 """Header with the digest of another version. With a body, it says that the body is the difference from the same piece of that version. In
 a GET request it says that the reader has that version, so the answer may be a difference."""
