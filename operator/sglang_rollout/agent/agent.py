@@ -273,7 +273,9 @@ class Agent:
         self.dispatch(ev.CallBegan(call, name, details, by_spec, attempt))
         self.running_since = time.monotonic()
         ended = ev.CallEnded(call, ok=False, boot_id=record.boot_id, name=name, details=details)
-        self.running = asyncio.create_task(self._perform(ended, guards.prepare_body(call, body, record), judge), name=call)
+        self.running = asyncio.create_task(
+            self._perform(ended, guards.prepare_body(call, body, record, self.state.facts), judge), name=call
+        )
         return self.running
 
     async def _perform(self, ended: ev.CallEnded, body: dict[str, Any], judge: Judge | None) -> Reply:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_rollout.agent.state import EngineFacts
+from sglang_rollout.sglang.api import has_external_draft
 from sglang_rollout.sglang.client import EngineClient, EngineError, Reply
 from sglang_rollout.wire.agent import Nccl, Verdict, termination_message
 from sglang_rollout.wire.trainer import ControlReply
@@ -151,6 +152,7 @@ class Engine(EngineClient):
             served_name=str(info["served_model_name"]) if info.get("served_model_name") else None,
             nccl=read_nccl(self._files.nccl, info) if self._files is not None else None,
             all_reduce=read_all_reduce(self._files.all_reduce) if self._files is not None else None,
+            has_external_draft=has_external_draft(info),
         )
 
 

@@ -49,6 +49,8 @@ _NEED_WEIGHTS = frozenset(
     }
 )
 """Calls that would read or write released memory."""
+_SELECTING = frozenset({ControlCall.BEGIN_UPDATE, ControlCall.UPDATE_DISTRIBUTED, ControlCall.UPDATE_TENSOR, ControlCall.CHECK_WEIGHTS})
+"""Calls with a ``selector`` (SGLang 0.5.21 and later): ``target`` means the model, ``draft`` its draft model, ``all`` (default) both."""
 
 
 def refusal(  # noqa: PLR0911, PLR0912 - one line per rule
@@ -81,6 +83,8 @@ def refusal(  # noqa: PLR0911, PLR0912 - one line per rule
         return _invalid(
             f"{call}: this engine is in no process group {group_of(body)!r}; its process groups: {', '.join(record.groups) or 'none'}."
         )
+    if refused := _draft_refusal(state.facts, call, body):
+        return refused
     if call == ControlCall.END_UPDATE and not record.session:
         return _invalid(f"{call}: no weight update session is open.")
     if call == ControlCall.INIT_GROUP:
@@ -134,14 +138,34 @@ def details_of(call: str, body: dict[str, Any], released: list[str]) -> tuple[st
     return tags_of(call, body, released) if call in (ControlCall.RELEASE_MEMORY, ControlCall.RESUME_MEMORY) else ()
 
 
-def prepare_body(call: str, body: dict[str, Any], record: s.EngineRecord) -> dict[str, Any]:
-    """Return the body that the engine receives."""
+def prepare_body(call: str, body: dict[str, Any], record: s.EngineRecord, facts: s.EngineFacts | None) -> dict[str, Any]:
+    """Return the body that the engine receives.
+
+    Tensors of the model never reach a draft model with weights of its own: SGLang would write those whose names match, or end.
+    """
+    if call in _SELECTING and facts is not None and facts.has_external_draft:
+        return {**body, "selector": "target"}
     if call == ControlCall.SET_VERSION:
         # SGLang's default is to abort every running request.
         return {**body, "abort_all_requests": False}
     if call in (ControlCall.RELEASE_MEMORY, ControlCall.RESUME_MEMORY):
         return {**body, "tags": list(tags_of(call, body, record.interruption.released))}
     return body
+
+
+def _draft_refusal(facts: s.EngineFacts | None, call: str, body: dict[str, Any]) -> Refusal | None:
+    """Refuse what would change a draft model alone, or a draft model that has weights of its own."""
+    selector = body.get("selector")
+    if call in _SELECTING and selector not in (None, "target", "all"):
+        return _invalid(
+            f"{call}: selector {selector!r} is not offered: use target or all, or leave it out. A version is the model's weights."
+        )
+    if call == ControlCall.UPDATE_DISK and facts is not None and facts.has_external_draft:
+        return _invalid(
+            f"{call}: the engine has a draft model with weights of its own, which SGLang would overwrite from this folder:"
+            " use a process group or staged versions, or start the engine without --speculative-draft-model-path."
+        )
+    return None
 
 
 def _init_refusal(record: s.EngineRecord, body: dict[str, Any]) -> Refusal | None:

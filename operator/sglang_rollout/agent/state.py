@@ -102,6 +102,8 @@ class EngineFacts:
     served_name: str | None = None
     nccl: Nccl | None = None
     all_reduce: float | None = None
+    has_external_draft: bool = False
+    """The engine speculates with a draft model whose weights are not in the model's checkpoint."""
 
 
 _CLOSED_BY_SPEC = {FleetState.PAUSED: GateReason.PAUSED, FleetState.ASLEEP: GateReason.ASLEEP}

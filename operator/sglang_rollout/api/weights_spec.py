@@ -380,10 +380,17 @@ class Weights(ApiModel):
 LOADER_FLAGS = ("--custom-weight-loader", "--startup-weight-load-mode")
 """Flags that engines with transport ``Staged`` cannot have: the operator sets the first, and SGLang refuses the second beside it."""
 
+DRAFT_FLAG = "--speculative-draft-model-path"
+"""Flag for a draft model with a checkpoint of its own."""
+
 
 def rules_of_transports() -> list[dict[str, str]]:
     """Return the rules of ``spec`` about what each transport can do with the engines."""
     transport = "(has(self.weights) && has(self.weights.transport) ? self.weights.transport : 'Distributed')"
+    from_disk = (
+        f"({transport} == 'Disk' || ({transport} == 'Staged' && self.engine.parallelism.data > 1)"
+        " || (has(self.weights) && has(self.weights.catchUp) && has(self.weights.catchUp.disk)))"
+    )
     staged = f"{transport} == 'Staged'"
     return [
         rule(
@@ -415,6 +422,13 @@ def rules_of_transports() -> list[dict[str, str]]:
             f"!({staged}) || !({sets_flag(*LOADER_FLAGS, engine='self.engine')})",
             f"With weights.transport Staged leave {' and '.join(LOADER_FLAGS)} out of engine.args: the operator sets the first, and SGLang"
             " refuses both together.",
+            field=".engine",
+        ),
+        rule(
+            f"!{from_disk} || !({sets_flag(DRAFT_FLAG, engine='self.engine')})",
+            f"{DRAFT_FLAG} cannot be used with weights.transport Disk, with Staged and engine.parallelism.data above 1, or with"
+            " weights.catchUp.disk: SGLang would also load the model's folder into the draft model. Leave the flag out if the checkpoint"
+            " has the draft layers; otherwise use transport Distributed without catchUp.disk, or Staged with data 1.",
             field=".engine",
         ),
     ]

@@ -5,7 +5,9 @@ Facts of SGLang 0.5.20 to 0.5.23.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
+from typing import Any
 
 Version = tuple[int, int, int]
 
@@ -109,3 +111,11 @@ DISK_LOAD_FORMATS = ("auto", "safetensors")
 process."""
 TENSOR_LOAD_FORMATS = (None, "direct", "flattened_bucket")
 """Accepted values of ``load_format`` in ``/update_weights_from_tensor``. SGLang imports any other value as the name of a function."""
+
+
+def has_external_draft(info: Mapping[str, Any]) -> bool:
+    """Return whether an engine with this ``/server_info`` has a draft model with a checkpoint of its own.
+
+    For draft layers in the model's checkpoint SGLang names the model's path.
+    """
+    return info.get("speculative_draft_model_path") not in (None, "", info.get("model_path"))

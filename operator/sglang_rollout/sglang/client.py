@@ -180,6 +180,8 @@ class EngineClient:
             # SGLang 0.5.20 cannot flush its cache of the old weights while requests wait. An update with a flush then ends its
             # process (scheduler.py, is_fully_idle).
             body = {**body, "mode": PauseMode.ABORT.sglang}
+        if name == ControlCall.UPDATE_TENSOR and self._has_update_sessions is False and body.get("selector") == "target":
+            body = {**body, "disable_draft_model": True}  # the field before there was a selector
         reply = await self.post(f"/{name}", body, timeout=_CALL_SECONDS)
         if name == ControlCall.BEGIN_UPDATE and reply.status == 400 and b"already open" in reply.body:
             # A trainer that died left its session open. A session belongs to the server, so end it and begin a new one.

@@ -22,7 +22,7 @@ from sglang_rollout.agent.engine import Engine
 from sglang_rollout.agent.engine_model import EngineModel
 from sglang_rollout.agent.staged.verdicts import VerdictFolder
 from sglang_rollout.checkpoints.folder import shorten_problems
-from sglang_rollout.sglang.api import ControlCall
+from sglang_rollout.sglang.api import ControlCall, has_external_draft
 from sglang_rollout.sglang.sizes import loads_folders, read_replicas
 from sglang_rollout.staging.copies import Copy
 from sglang_rollout.staging.index import shard_header
@@ -106,6 +106,9 @@ class FolderWay:
 
     def engine_refusal(self, info: Mapping[str, Any]) -> Refusal | None:
         """See :meth:`LoadWay.engine_refusal`."""
+        if has_external_draft(info):
+            advice = "start it without --speculative-draft-model-path, or with --dp-size 1"
+            return Refusal(RefusalCode.NOT_OFFERED, f"The engine would load the version into its draft model, too: {advice}.")
         return _size_refusal(info, self._data_size)
 
     async def check_copy(self, copy: Copy) -> None:

@@ -480,7 +480,7 @@ class SimulatedAgent:
         self.apply(ev.CallBegan(call, name, details, by_spec))
         if call in WRITES and self.record != record and (record.state is not EngineState.DIRTY or not record.session):
             self.engine.content = "mixture"
-        result = self._engine_call(call, guards.prepare_body(call, body, record), token, works)
+        result = self._engine_call(call, guards.prepare_body(call, body, record, None), token, works)
         if call is ControlCall.UNLOAD_ADAPTER and record.adapters.get(name) == s.UNKNOWN_PATH and name not in self.engine.read:
             result = DONE
         self.apply(ev.CallEnded(call, ok=result.ok, boot_id=record.boot_id, name=name, details=details))

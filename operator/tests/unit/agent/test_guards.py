@@ -20,6 +20,7 @@ CLEAN = s.State(
 DIRTY = replace(CLEAN, record=CLEAN.record.model_copy(update={"state": EngineState.DIRTY, "version": None, "session": True}))
 TWO_RANKS = replace(DIRTY, facts=s.EngineFacts(boot_id="a", live_label="base", launch_label="base", tensor_size=2))
 ASLEEP = replace(DIRTY, record=DIRTY.record.model_copy(update={"interruption": RELEASED_WEIGHTS}))
+EXTERNAL_DRAFT = replace(DIRTY, facts=s.EngineFacts(boot_id="a", live_label="base", launch_label="base", has_external_draft=True))
 ONE_RANK: dict[str, Any] = {"serialized_named_tensors": ["AAAA"]}
 
 
@@ -47,6 +48,11 @@ def with_record(**changes: Any) -> s.State:
         (CLEAN, ControlCall.INIT_GROUP, {"group_name": ""}, 400, "needs a name"),
         (CLEAN, ControlCall.RESUME_MEMORY, {"tags": ["weights"]}, 409, "weights is not released"),
         (CLEAN, ControlCall.RESUME_MEMORY, {}, 409, "nothing is not released"),
+        (EXTERNAL_DRAFT, ControlCall.UPDATE_DISK, {"model_path": "/v"}, 400, "draft model"),
+        (CLEAN, ControlCall.BEGIN_UPDATE, {"selector": "draft"}, 400, "selector 'draft'"),
+        (DIRTY, ControlCall.UPDATE_DISTRIBUTED, {"group_name": "g", "selector": "draft"}, 400, "selector 'draft'"),
+        (DIRTY, ControlCall.UPDATE_TENSOR, ONE_RANK | {"selector": "draft"}, 400, "selector 'draft'"),
+        (CLEAN, ControlCall.CHECK_WEIGHTS, {"selector": ["all"]}, 400, "selector ['all']"),
         (CLEAN, ControlCall.LOAD_ADAPTER, {"lora_name": "a", "lora_path": "/caf\udce9"}, 400, "lora_path holds half of a character"),
     ],
 )
@@ -103,11 +109,23 @@ def test_no_more_adapters_are_loaded_than_fit_into_the_gates_list() -> None:
 def test_bodies_are_prepared_for_sglang() -> None:
     record = s.EngineRecord(interruption=RELEASED_CACHE)
     assert (
-        guards.prepare_body(ControlCall.SET_VERSION, {"new_version": "7", "abort_all_requests": True}, record)["abort_all_requests"]
+        guards.prepare_body(ControlCall.SET_VERSION, {"new_version": "7", "abort_all_requests": True}, record, None)["abort_all_requests"]
         is False
     )
-    assert guards.prepare_body(ControlCall.RESUME_MEMORY, {"tags": None}, record) == {"tags": ["kv_cache"]}
-    assert guards.prepare_body(ControlCall.RELEASE_MEMORY, {}, record) == {"tags": ["weights", "cuda_graph"]}, (
+    assert guards.prepare_body(ControlCall.RESUME_MEMORY, {"tags": None}, record, None) == {"tags": ["kv_cache"]}
+    assert guards.prepare_body(ControlCall.RELEASE_MEMORY, {}, record, None) == {"tags": ["weights", "cuda_graph"]}, (
         "not what is released already"
     )
-    assert guards.prepare_body(ControlCall.PAUSE, {"mode": "retract"}, record) == {"mode": "retract"}
+    assert guards.prepare_body(ControlCall.PAUSE, {"mode": "retract"}, record, None) == {"mode": "retract"}
+
+
+@pytest.mark.parametrize(
+    "call", [ControlCall.BEGIN_UPDATE, ControlCall.UPDATE_DISTRIBUTED, ControlCall.UPDATE_TENSOR, ControlCall.CHECK_WEIGHTS]
+)
+def test_a_draft_model_with_weights_of_its_own_is_never_written(call: ControlCall) -> None:
+    for given in ({}, {"selector": "all"}, {"selector": "target"}):
+        assert guards.prepare_body(call, {"x": 1, **given}, s.EngineRecord(), EXTERNAL_DRAFT.facts) == {"x": 1, "selector": "target"}
+    # Without a draft model, or with its layers in the checkpoint, SGLang's default is right, and earlier releases know no selector.
+    for facts in (None, TWO_RANKS.facts):
+        assert guards.prepare_body(call, {"x": 1}, s.EngineRecord(), facts) == {"x": 1}
+    assert "selector" not in guards.prepare_body(ControlCall.END_UPDATE, {}, s.EngineRecord(), EXTERNAL_DRAFT.facts)

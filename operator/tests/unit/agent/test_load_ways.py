@@ -57,6 +57,9 @@ def test_shapes_are_compared_where_the_model_has_them() -> None:
     assert find_other_shapes([shard(4)], {}) == [], "a name that the model has in another form is not compared"
 
 
+EXTERNAL_DRAFT = {"model_path": "/m", "speculative_draft_model_path": "/draft"}
+
+
 @pytest.mark.parametrize(
     ("data_size", "info", "code"),
     [
@@ -66,6 +69,9 @@ def test_shapes_are_compared_where_the_model_has_them() -> None:
         (1, {"dp_size": 1, "custom_weight_loader": []}, RefusalCode.NOT_OFFERED),
         (2, {"dp_size": 2, "custom_weight_loader": []}, None),
         (2, {"dp_size": 1, "custom_weight_loader": [LOADER]}, RefusalCode.NOT_OFFERED),
+        (1, {"dp_size": 1, "custom_weight_loader": [LOADER], **EXTERNAL_DRAFT}, None),
+        (2, {"dp_size": 2, **EXTERNAL_DRAFT}, RefusalCode.NOT_OFFERED),
+        (2, {"dp_size": 2, "model_path": "/m", "speculative_draft_model_path": "/m"}, None),
     ],
 )
 async def test_an_engine_with_other_replicas_is_not_asked_to_load(
@@ -74,4 +80,5 @@ async def test_an_engine_with_other_replicas_is_not_asked_to_load(
     async with Engine("http://127.0.0.1:1") as engine:
         refused = choose_way(engine, VerdictFolder(tmp_path), data_size=data_size, model_path=None).engine_refusal(info)
     assert (refused and refused.code) == code
-    assert refused is None or f"--data-size {info['dp_size']}" in refused.message or "--custom-weight-loader" in refused.message
+    advice = (f"--data-size {info['dp_size']}", "--custom-weight-loader", "--speculative-draft-model-path")
+    assert refused is None or any(flag in refused.message for flag in advice)
