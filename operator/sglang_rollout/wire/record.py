@@ -151,6 +151,18 @@ class EndedUpdate(Message):
         return self.model_copy(update={"message": message, "phases_ms": total, "engines": []})
 
 
+class FailedCommitRow(Message):
+    """The answer to the calls that would have committed an update that failed, or that is open and fails if the coordinator ends."""
+
+    calls: list[str]
+    """Names of the requests that commit the update."""
+    message: str
+    author: str = ""
+    """Caller whose update it is; empty: not known."""
+    groups: list[str] = Field(default_factory=list)
+    """Process groups that have sent tensors."""
+
+
 class EngineChecksums(Message):
     """Checksums of the weights that one boot of an engine was started with."""
 
@@ -260,6 +272,8 @@ class Record(Message):
     """ID of this update (transport Staged); empty: it has none."""
     under_way_signed: SignedVersion | None = None
     """That version as its trainer signed it; None: it was not signed."""
+    failed_commit: FailedCommitRow | None = None
+    """Failure that the calls repeat which would have committed the last update, or the open one. None: neither failed nor open."""
     next_run: int = 0
     """Run that the next update opens, if a new run was requested."""
     fleet_id: str = ""

@@ -4,8 +4,9 @@
 
 1. ``prepare``: checks that may take long and change nothing. Other operations run meanwhile.
 2. Wait for the turn. Operations run one at a time, so the call meets the fleet in phase IDLE, PAUSE or TRANSFER (an update is open).
-3. If the call is not legal in this phase, refuse it, or abandon the open update first. No call joins the update of another trainer.
-4. Carry out the operation.
+3. A call that would commit an update that has failed gets the failure as its answer. It still ends a pause.
+4. If the call is not legal in this phase, refuse it, or abandon the open update first. No call joins the update of another trainer.
+5. Carry out the operation.
 
 Calls mean something else on a fleet that shares its GPUs with a trainer (``spec.mode``), and at the URL of one of its engines.
 """
@@ -19,6 +20,7 @@ from typing import Any
 from sglang_rollout.api.weights_spec import Transport
 from sglang_rollout.coordinator.update import adapters, hybrid, memory, process_groups, signatures, sources, staged, transaction
 from sglang_rollout.coordinator.update import requests as rq
+from sglang_rollout.coordinator.update.failed_commit import find_repeated_failure
 from sglang_rollout.coordinator.update.interruption import Cause
 from sglang_rollout.coordinator.update.lease import is_holder
 from sglang_rollout.coordinator.update.membership import engines_without_tensors, name_engines
@@ -277,8 +279,13 @@ async def answer(fleet: Fleet, request: rq.Request) -> rq.Answer:
         arguments.append(await handler.prepare(*arguments))
     await turn()
     _require_engine(fleet, at)  # it may have left the fleet meanwhile
+    committed = fleet.committed.label if fleet.committed is not None else None
+    failure = find_repeated_failure(fleet.transaction, call, fleet.caller, committed) if at is None else None
+    if failure is not None and fleet.pause is None:
+        return failure
     await _apply_rule(fleet, handler, call, at)
-    return await handler.operation(*arguments)
+    found = await handler.operation(*arguments)
+    return failure or found
 
 
 def _find_handler(fleet: Fleet, call: rq.Call, at: str | None) -> Handler:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from sglang_rollout.coordinator.update.adapters import adapter_of
 from sglang_rollout.coordinator.update.engine import Engine
 from sglang_rollout.coordinator.update.events import Seen, StoreSeen, Wanted
+from sglang_rollout.coordinator.update.failed_commit import RESTARTED, read_row
 from sglang_rollout.coordinator.update.interruption import Cause, Interruption
 from sglang_rollout.coordinator.update.membership import initial_size, is_enough
 from sglang_rollout.coordinator.update.model import Fleet
@@ -244,9 +245,11 @@ class Knowledge:
             self._fleet.weights.reserve([version] if record.under_way_update else [])
             self._fleet.transaction.end(EndedUpdate(
                 version=version, outcome=UpdateOutcome.FAILED, finished=self._fleet.finished(), author=record.holder,
-                reason=UpdateReason.COORDINATOR_RESTARTED, message="the coordinator was restarted in the middle of the update",
+                reason=UpdateReason.COORDINATOR_RESTARTED, message=RESTARTED,
                 update=record.under_way_update,
             ))  # fmt: skip
+        if record.failed_commit is not None and (version is None or self._given_up == version):
+            self._fleet.transaction.failed = read_row(record.failed_commit)
 
     def _note_proved(self, version: Version) -> None:
         """Note a commit that an earlier coordinator did not record."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from sglang_rollout.api.weights_spec import Transport, Weights
 from sglang_rollout.coordinator.update.engine import Engine
+from sglang_rollout.coordinator.update.failed_commit import make_row
 from sglang_rollout.coordinator.update.interruption import Cause, Interruption, Interruptions, in_order
 from sglang_rollout.coordinator.update.phases import Phase, Transaction, Update
 from sglang_rollout.coordinator.update.ranks import Group, RankTable, rank_table
@@ -359,6 +360,7 @@ class Fleet:
             under_way_since=self._wall_time(self.update.started) if self.update is not None else "",
             under_way_update=self.update.staged.id if self.update is not None and self.update.staged is not None else "",
             under_way_signed=self.update.signed if self.update is not None else None,
+            failed_commit=make_row(self.transaction.failed, self.update, self.requested_pause),
             next_run=weights.next_run,
             fleet_id=weights.fleet_id,
             world_size=self.table.world_size,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
+from sglang_rollout.coordinator.update.failed_commit import describe_failed_update
 from sglang_rollout.coordinator.update.interruption import Cause
 from sglang_rollout.coordinator.update.membership import engines_without_tensors, is_enough
 from sglang_rollout.coordinator.update.model import Fleet
@@ -276,10 +277,12 @@ async def fail_update(
         given_up = f"the pause was given up: {reason}"
         paused = Update({}, current.since, author=current.author, bytes=None, reason=code)
         fleet.transaction.end(summarize_update(fleet, fleet.target(), UpdateOutcome.ABORTED, paused, given_up))
-    fleet.transaction.close()
-    fleet.interruptions.end_pause()
     blamed = {"engine": engine} if engine is not None else {}
     answer = Answer(400, sentence, {**fleet.advice(), **blamed, "phase": phase.value, "engines": results_by_engine(results or {})})
+    if update is not None and code is not UpdateReason.WITHDRAWN:
+        fleet.transaction.failed = describe_failed_update(update, current, answer)
+    fleet.transaction.close()
+    fleet.interruptions.end_pause()
     if answer_now:
         await reply(answer)
     await fence(fleet, [name for name in names if _is_reachable(fleet, name)], reason)

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from sglang_rollout.coordinator.update.requests import Answer, Call
 from sglang_rollout.wire.record import MAX_RECENT_UPDATES, EndedUpdate, UpdateOutcome, UpdateReason
 from sglang_rollout.wire.signed import SignedVersion
 from sglang_rollout.wire.states import Version
@@ -217,6 +218,22 @@ class Update:
         return [name for name in self.boots if name not in self.dropped]
 
 
+@dataclass(frozen=True)
+class FailedCommit:
+    """The failure that the calls repeat which would have committed an update (:mod:`.failed_commit`)."""
+
+    calls: frozenset[type[Call]]
+    """The kinds of these calls."""
+    answer: Answer
+    """The answer that the trainer got, or would have got."""
+    author: str
+    """Caller whose update it was; empty: not known."""
+    upload: str = ""
+    """ID of the update, if it was an upload; empty otherwise."""
+    groups: frozenset[str] = frozenset()
+    """Process groups that had sent tensors."""
+
+
 @dataclass
 class Transaction:
     """The weight update: its phase, the open update if there is one, and how updates ended."""
@@ -233,6 +250,8 @@ class Transaction:
     """How the updates before the last one ended, newest first."""
     outcomes: Counter[UpdateOutcome] = field(default_factory=Counter)
     """Updates that ended while this coordinator led. A last update that was read from the record is not among them."""
+    failed: FailedCommit | None = None
+    """The last update, if it failed and the trainer has not begun again since."""
 
     def close(self) -> None:
         """Close the open update, if there is one. :meth:`end` notes how it ended."""
@@ -240,6 +259,7 @@ class Transaction:
 
     def end(self, last: EndedUpdate) -> None:
         """Note how an update ended. Call this once per update; later figures of the same update are assigned to ``last``."""
+        self.failed = None
         if self.last is not None:
             self.earlier = [self.last.shortened(), *self.earlier][: MAX_RECENT_UPDATES - 1]
         self.last = last

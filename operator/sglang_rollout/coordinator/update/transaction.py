@@ -8,6 +8,7 @@ from dataclasses import replace
 from sglang_rollout.api.weights_spec import TrainerPause
 from sglang_rollout.coordinator.update.commit import commit_open_update
 from sglang_rollout.coordinator.update.events import Result
+from sglang_rollout.coordinator.update.failed_commit import commits_by_flush
 from sglang_rollout.coordinator.update.interruption import Cause, Interruption
 from sglang_rollout.coordinator.update.lease import is_holder
 from sglang_rollout.coordinator.update.membership import refuse_asleep
@@ -53,6 +54,7 @@ async def pause(fleet: Fleet, ask: Pause) -> Answer:
     failed = await pause_all(fleet, Cause.TRAINER, ask.mode, ask.body)
     if failed is None:
         fleet.hold()
+        fleet.transaction.failed = None
         if defers_pauses(fleet):
             return await _defer(fleet)
     names = list(fleet.up())
@@ -255,7 +257,7 @@ async def flush(fleet: Fleet, ask: Flush, at: str | None = None) -> Answer:
 
     For a trainer that neither pauses nor opens a session the flush of all engines is the commit.
     """
-    if at is None and _commits_by_flush(fleet):
+    if at is None and fleet.update is not None and commits_by_flush(fleet.update, fleet.requested_pause):
         committed = await commit_open_update(fleet)
         if not committed.success:
             return committed
@@ -281,16 +283,6 @@ def _require_any(fleet: Fleet, names: Collection[str], consequence: str) -> None
     """Raise RefusedError if no engine is up. With transport Staged engines take no part in the trainer's push, so it continues."""
     if not names and not fleet.is_staged:
         raise RefusedError(f"{NO_ENGINE_UP}, so {consequence}. Try again.", status=503)
-
-
-def _commits_by_flush(fleet: Fleet) -> bool:
-    """Return True if the trainer of the open update has neither paused nor opened a session."""
-    update, current = fleet.update, fleet.requested_pause
-    if update is None or update.trainer_session:
-        return False
-    if update.staged is not None:
-        return not update.staged.is_upload and current is None and bool(update.data)
-    return current is not None and current.cause is Cause.UPDATE
 
 
 async def set_label(fleet: Fleet, ask: SetLabel, _at: str | None = None) -> Answer:
