@@ -77,11 +77,11 @@ def tree(pods: int, fanout: int) -> dict[int, list[int]]:
     return {int(name): [0 if each == STORE else int(each) for each in above] for name, above in parents_in_tree(names, fanout).items()}
 
 
-def stage(started: Sequence[Child], parents: dict[int, list[int]], size: int, digest: str, *, mooncake: bool = False) -> float:
+def stage(started: Sequence[Child], parents: dict[int, list[int]], size: int, digest: str) -> float:
     """Copy with the staging package, and return the seconds until all pods have the version."""
     began = time.monotonic()
     for child in started[1:]:
-        child.send(do="stage", parents={pod: parents[pod] for pod in child.pods}, size=size, digest=digest, mooncake=mooncake)
+        child.send(do="stage", parents={pod: parents[pod] for pod in child.pods}, size=size, digest=digest)
     return read_end(started[1:]) - began
 
 

@@ -6,7 +6,7 @@ Each line of the input is a command in JSON, each line of the output an answer. 
 FIRST_PORT + 2 * pod, and plain bytes at the next port.
 
     {"do": "fill", "size"}                                          {"digest"}       create the version in pod 0
-    {"do": "stage", "update", "parents": {pod: [pod, …]}, "digest"} {"done": time}   copy it into these pods; with "mooncake": by Mooncake
+    {"do": "stage", "update", "parents": {pod: [pod, …]}, "digest"} {"done": time}   copy it into these pods
     {"do": "raw", "parents": {pod: pod}, "size"}                    {"done": time}   copy plain bytes along the same tree
     {"do": "drop", "keep": [update]}                                {"done": time}   delete all other copies
 """
@@ -33,8 +33,6 @@ import uvloop
 from aiohttp import web
 
 from sglang_rollout.staging.copies import Copies
-from sglang_rollout.staging.mooncake import MooncakeReader, share_memory
-from sglang_rollout.staging.piece_reader import PieceReader
 from sglang_rollout.staging.pull import pull
 from sglang_rollout.staging.serve import staging_routes
 from sglang_rollout.wire.staged import PIECE_BYTES, Shard, StagedTensor, StageRequest
@@ -121,8 +119,7 @@ class Pods:
         """Serve the data port of each pod."""
         for number, copies in self._copies.items():
             app = web.Application()
-            memory = await stack.enter_async_context(share_memory(copies, wanted=True))  # it costs nothing before the first question
-            app.add_routes(staging_routes(copies, memory=memory))
+            app.add_routes(staging_routes(copies))
             runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
             await runner.setup()
             stack.push_async_callback(runner.cleanup)
@@ -142,14 +139,14 @@ class Pods:
                 file.write(data)
         return {"digest": copy.seal().digest, "update": UPDATE}
 
-    async def stage(self, parents: Mapping[str, list[int]], size: int, digest: str, *, mooncake: bool = False) -> dict[str, Any]:
+    async def stage(self, parents: Mapping[str, list[int]], size: int, digest: str) -> dict[str, Any]:
         """Copy the version into these pods at the same time."""
         calls = []
         for number, above in parents.items():
             copy = self._copies[int(number)].open(UPDATE, TICKET, size)
             urls = [f"http://127.0.0.1:{self._port(each)}" for each in above]
             request = StageRequest(update=UPDATE, parents=urls, ticket=TICKET, size_limit=size, digest=digest, deadline=_SECONDS)
-            calls.append(pull(self._session, request, copy, open_reader=MooncakeReader if mooncake else PieceReader))
+            calls.append(pull(self._session, request, copy))
         await asyncio.gather(*calls)
         return {"done": time.monotonic()}
 

@@ -15,7 +15,6 @@ for extra in operator coordinator; do
   "${compile[@]}" "${image[@]}" pyproject.toml --extra "$extra" -o "requirements/$extra.lock"
 done
 "${compile[@]}" "${image[@]}" pyproject.toml requirements/router.in --extra router -o requirements/router.lock
-"${compile[@]}" "${image[@]}" --no-deps requirements/mooncake.in -o requirements/mooncake.lock
 "${compile[@]}" "${image[@]}" requirements/uv.in -o requirements/uv.lock
 "${compile[@]}" "${engine[@]}" requirements/engine-torch.in -o requirements/engine-torch.lock
 "${compile[@]}" "${engine[@]}" requirements/engine-cpu.in -c requirements/engine-torch.lock -o requirements/engine-cpu.lock

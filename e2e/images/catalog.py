@@ -7,7 +7,7 @@ from pathlib import Path
 
 from e2e.cluster.paths import IMAGES, REPOSITORY, cache_root, content_key, files_below
 
-BUILD_ARGUMENTS = ("TORCH_INDEX", "APT_SNAPSHOT", "MOONCAKE")
+BUILD_ARGUMENTS = ("TORCH_INDEX", "APT_SNAPSHOT")
 """Environment variables that become arguments of a build."""
 PREFIX = "localhost/sglang-rollout"
 TAG = "dev"
@@ -47,7 +47,7 @@ class Image:
 
 CATALOG = (
     Image("operator", (*_OURS, _LOCKS / "operator.lock")),
-    Image("coordinator", (*_OURS, _LOCKS / "coordinator.lock", _LOCKS / "mooncake.lock")),
+    Image("coordinator", (*_OURS, _LOCKS / "coordinator.lock")),
     Image("router", (*_OURS, _LOCKS / "router.lock")),
     # Large, so it must not depend on our code. Python 3.11 of Debian 12, as in the environment of engines without containers.
     Image("engine-cpu", (_LOCKS / "engine-torch.lock", _LOCKS / "engine-cpu.lock"), suite="bookworm"),

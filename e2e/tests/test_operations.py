@@ -96,7 +96,7 @@ def test_troubleshooting_quotes_messages_of_the_code() -> None:
 
 
 def test_network_names_every_port() -> None:
-    known = {value for name, value in vars(ports).items() if name.endswith("_PORT")} | set(ports.MOONCAKE_PORTS)
+    known = {value for name, value in vars(ports).items() if name.endswith("_PORT")}
     named = {int(number) for number in re.findall(r"\b\d{4,5}\b", read("network.md"))}
     assert named - EPHEMERAL_PORTS - PROCESS_GROUP_PORTS - SGLANG_PORTS == known
 

@@ -92,7 +92,6 @@ class Settings:
     pipeline_size: int = 1
     data_size: int = 1
     staging_bandwidth_limit: int | None = None
-    mooncake: bool = False
     place: Place | None = None
 
 
@@ -184,12 +183,6 @@ class Settings:
     metavar="BYTES",
     show_default="not limited",
     help="With --staging-volume: most bytes per second that this pod receives from other pods for staging, and that it sends to them.",
-)
-@click.option(
-    "--mooncake",
-    is_flag=True,
-    help="With --staging-volume: copy versions with Mooncake Transfer Engine, and let other agents do so, at ports"
-    f" {ports.MOONCAKE_PORTS[0]} to {ports.MOONCAKE_PORTS[1]}. Every process that reaches these ports can read the versions.",
 )
 @logging_options
 def command(
@@ -328,7 +321,6 @@ def _run_staged(settings: Settings, agent: Agent, head_pod: HeadPod | None) -> A
         head_pod=head_pod,
         data_address=place.data_address(settings.data_listen) if place is not None else None,
         bandwidth_limit=settings.staging_bandwidth_limit,
-        mooncake=settings.mooncake,
     )
 
 
@@ -342,7 +334,6 @@ def _run_staged_member(settings: Settings) -> AbstractAsyncContextManager[Staged
         verdicts=verdicts,
         state=settings.state_dir,
         bandwidth_limit=settings.staging_bandwidth_limit,
-        mooncake=settings.mooncake,
     )
 
 

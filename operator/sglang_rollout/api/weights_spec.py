@@ -94,13 +94,6 @@ class TrainerPause(StrEnum):
     DEFER = "Defer"
 
 
-class StagingProtocol(StrEnum):
-    """How pods copy versions from each other."""
-
-    HTTP = "HTTP"
-    MOONCAKE = "Mooncake"
-
-
 class Staging(ApiModel):
     """Copies of versions beside every engine, with transport `Staged`."""
 
@@ -112,9 +105,6 @@ class Staging(ApiModel):
     of them."""
     medium: Medium = Medium.MEMORY
     """`Memory`: a memory-backed volume. `Disk`: a volume on the node's disk."""
-    protocol: StagingProtocol = StagingProtocol.HTTP
-    """How pods copy versions from each other. `Mooncake`: over RDMA, with Mooncake Transfer Engine. Pods without its library or without a
-    device for RDMA use HTTP. It was not run over RDMA."""
     fanout: int = Field(default=4, ge=1, le=64)
     """Maximum number of pods that copy a version from the same pod at a time."""
     bandwidth_limit: str | None = Field(default=None, max_length=32, pattern=SIZE)
@@ -129,11 +119,6 @@ class Staging(ApiModel):
     def size_bytes(self) -> int:
         """Maximum bytes of one version."""
         return _count_bytes(self.size_limit)
-
-    @property
-    def uses_mooncake(self) -> bool:
-        """True if pods copy versions with Mooncake Transfer Engine."""
-        return self.protocol is StagingProtocol.MOONCAKE
 
     @property
     def bandwidth_bytes(self) -> int | None:
@@ -292,11 +277,6 @@ class Weights(ApiModel):
             field=".staging",
         ),
         rule(
-            "!has(self.staging) || !has(self.staging.bandwidthLimit) || !has(self.staging.protocol) || self.staging.protocol == 'HTTP'",
-            "weights.staging.bandwidthLimit cannot limit the bytes that Mooncake copies. Leave it out, or use protocol HTTP.",
-            field=".staging",
-        ),
-        rule(
             f"!has(self.staging) || !has(self.staging.bandwidthLimit) || {_TRANSFER_SECONDS} <= double({_STAGE_SECONDS})",
             "weights.staging.bandwidthLimit is too low: a pod must send sizeLimit bytes to fanout pods within deadlines.stageSeconds. Raise"
             " bandwidthLimit or stageSeconds, or lower fanout or sizeLimit.",
@@ -410,13 +390,6 @@ def rules_of_transports() -> list[dict[str, str]]:
             "weights.transport Staged cannot be used with engine.network.hostNetwork: agents serve copies at a port of their pod, and"
             " engines are in no process group that would need the network of the node. Leave hostNetwork out.",
             field=".engine",
-        ),
-        rule(
-            f"!({staged}) || !has(self.weights.staging) || !has(self.weights.staging.protocol) || self.weights.staging.protocol == 'HTTP'"
-            " || !has(self.security) || !has(self.security.network) || self.security.network == 'Isolated'",
-            "weights.staging.protocol Mooncake needs security.network Isolated: a pod that reaches the ports of Mooncake can read weights,"
-            " and over RDMA change them, without a ticket. Use HTTP, or let the operator create NetworkPolicies.",
-            field=".weights",
         ),
         rule(
             f"!({staged}) || !({sets_flag(*LOADER_FLAGS, engine='self.engine')})",

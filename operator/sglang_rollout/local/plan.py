@@ -172,7 +172,7 @@ class Plan:
         limits, store = limits_options(self.limits), self._store_addresses()
         children: list[Child] = []
         for each in self._engine_addresses():
-            children += _engine_children(each, folders, gate_arguments, (*self._bandwidth_options(), *self._mooncake_options()))
+            children += _engine_children(each, folders, gate_arguments, self._bandwidth_options())
         children += self._store_children(folders)
         smg_line = ("proxy", "smg", "--listen", str(smg), "--metrics-listen", str(smg_metrics), "--policy", self.policy)
         # smg serves for 5 s after SIGTERM, but no request reaches it, because the front is stopped first.
@@ -228,7 +228,6 @@ class Plan:
             *("--volume", str(folders.staged(STORE)), "--state-dir", str(folders.state / STORE)),
             *("--token-file", str(folders.credential(STORE))),
             *self._bandwidth_options(),
-            *self._mooncake_options(),
             *self._snapshot_options(),
         )
         paths = [str(_PACKAGES), *filter(None, [os.environ.get("PYTHONPATH", "")])]
@@ -246,11 +245,6 @@ class Plan:
             return ()
         kept = ("--snapshots-every", str(wanted.every), "--snapshots-keep", str(wanted.keep_last))
         return ("--snapshots", wanted.volume.host_path, *kept)
-
-    def _mooncake_options(self) -> tuple[str, ...]:
-        """Return the arguments of the weight store and of the agents about Mooncake."""
-        staging = self.weights.staging
-        return ("--mooncake",) if staging is not None and staging.uses_mooncake else ()
 
     def _store_addresses(self) -> tuple[Address, Address, Address] | None:
         """Return the addresses of the weight store for the coordinator, for data and for metrics; None with another transport."""

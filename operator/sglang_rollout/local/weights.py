@@ -89,10 +89,6 @@ def _with_bandwidth(weights: Weights, limit: str | None) -> Weights:
             staging = Staging(**staging.model_dump(exclude={"bandwidth_limit"}), bandwidth_limit=limit)
         except ValidationError as error:
             raise click.BadParameter(f"{error.errors()[0]['msg']}: write 500Mi", param_hint="--staging-bandwidth-limit") from None
-    if staging.bandwidth_limit and staging.uses_mooncake:
-        raise click.UsageError(
-            "--staging-bandwidth-limit cannot limit the bytes that Mooncake copies: leave it out, or use staging.protocol HTTP (--weights)"
-        )
     if staging.bandwidth_bytes and staging.size_bytes * staging.fanout > staging.bandwidth_bytes * weights.deadlines.stage_seconds:
         raise click.UsageError(
             "--staging-bandwidth-limit is too low: a process must send --staging-size-limit bytes to staging.fanout processes within"

@@ -29,7 +29,6 @@ from sglang_rollout.staging.files import (
     hide_folder,
     patch_range,
     read_boot_id,
-    remove_folders,
     replace_file,
     write_at,
     write_chunks,
@@ -88,8 +87,6 @@ class Copy:
         """Why nothing more arrives, as a sentence; empty while the copy may grow."""
         self.bytes_received = 0
         """Bytes that were read from other pods or from a trainer, also those of unfinished pieces."""
-        self.before_removal: list[Callable[[], Awaitable[None]]] = []
-        """Calls that end maps of the files. Each is made once, before files are deleted, because a map keeps their memory."""
         self._counting = threading.Lock()
         self._data_starts: list[int] = []
         self._locks: dict[tuple[int, int], asyncio.Lock] = {}
@@ -280,12 +277,11 @@ class Copy:
             hidden = hide_folder(self.folder)
             self.folder.mkdir()
         self.index, self.differences = Index(), KeptDifferences(self.folder / DIFFERENCES)
-        calls, self.before_removal = self.before_removal, []
         self._data_starts.clear()
         self._locks.clear()
         self._touched.clear()
         self._wake_waiters()
-        await remove_folders([hidden], calls)
+        await finish_in_thread(lambda: delete_folders([hidden]))
 
     def restore(self, manifest: Manifest) -> None:
         """Take over the files of an earlier process. Raises StagedError if they are not what the manifest describes."""
@@ -449,7 +445,7 @@ class Copies:
         try:
             self._save_tickets()
         finally:
-            await remove_folders(hidden, [call for copy in removed for call in copy.before_removal])
+            await finish_in_thread(lambda: delete_folders(hidden))
 
     def status(self) -> list[StagedCopy]:
         """Return the status of each copy, oldest first."""

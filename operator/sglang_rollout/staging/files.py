@@ -10,7 +10,7 @@ import hashlib
 import os
 import secrets
 import shutil
-from collections.abc import AsyncIterable, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterable, Callable, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import IO, TypeVar
@@ -42,13 +42,17 @@ class Writing:
             raise StagedError(f"{self._path} cannot be written: {error.strerror or error}.", StagedFault.NO_SPACE) from error
 
 
-async def finish(work: asyncio.Future[_Result], *, on_cancel: Callable[[], None] | None = None) -> _Result:
-    """Return the result of work that a cancellation of the caller does not end: the caller waits for it, and is cancelled then.
+async def finish_in_thread(
+    function: Callable[[], _Result], *, executor: Executor | None = None, on_cancel: Callable[[], None] | None = None
+) -> _Result:
+    """Run a function in a thread. If the caller is cancelled, wait for the thread, so that it writes nothing afterwards.
 
     Args:
-        work: A task, or a call in a thread. It is short, or ``on_cancel`` ends it.
+        function: The function. It is short, or ``on_cancel`` ends it.
+        executor: Where it runs; None: in the event loop's threads.
         on_cancel: Called when the caller is cancelled, before the wait.
     """
+    work = asyncio.get_running_loop().run_in_executor(executor, function)
     try:
         return await asyncio.shield(work)
     except asyncio.CancelledError:
@@ -62,19 +66,6 @@ async def finish(work: asyncio.Future[_Result], *, on_cancel: Callable[[], None]
         if not work.cancelled():
             work.exception()  # the caller is gone, so no one else retrieves it
         raise
-
-
-async def finish_in_thread(
-    function: Callable[[], _Result], *, executor: Executor | None = None, on_cancel: Callable[[], None] | None = None
-) -> _Result:
-    """Run a function in a thread. If the caller is cancelled, wait for the thread, so that it writes nothing afterwards.
-
-    Args:
-        function: The function. It is short, or ``on_cancel`` ends it.
-        executor: Where it runs; None: in the event loop's threads.
-        on_cancel: Called when the caller is cancelled, before the wait.
-    """
-    return await finish(asyncio.get_running_loop().run_in_executor(executor, function), on_cancel=on_cancel)
 
 
 async def write_chunks(path: Path, offset: int, size: int, chunks: AsyncIterable[bytes]) -> str:
@@ -200,22 +191,6 @@ def delete_folders(folders: Sequence[Path]) -> None:
     """Delete folders with their files. Blocks: a volume in memory needs a second for 20 GB."""
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-async def remove_folders(folders: Sequence[Path], calls: Sequence[Callable[[], Awaitable[None]]]) -> None:
-    """Make all calls, which end maps of files in these folders, and then delete the folders. A cancelled caller waits for this, too.
-
-    The first error of a call is raised afterwards.
-    """
-
-    async def remove() -> None:
-        results = await asyncio.gather(*(call() for call in calls), return_exceptions=True)
-        await asyncio.to_thread(delete_folders, folders)
-        for error in results:
-            if error is not None:
-                raise error
-
-    await finish(asyncio.create_task(remove()))
 
 
 def read_boot_id() -> str:

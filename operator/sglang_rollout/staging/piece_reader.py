@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from functools import partial
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from pathlib import Path
-from typing import TypeVar
 from urllib.parse import urlsplit
 
 from sglang_rollout.staging.bandwidth import PART_BYTES, Bandwidth
@@ -28,11 +27,9 @@ from sglang_rollout.staging.differences import most_bytes
 from sglang_rollout.staging.files import Writing, finish_in_thread, patch_range
 from sglang_rollout.staging.index import StagedError, StagedFault
 from sglang_rollout.wire.ports import BASE_HEADER
-from sglang_rollout.wire.staged import Piece
 
-_MAX_SMALL_BYTES = 2**16
-"""Bytes of a refusal, or of an answer without a piece, that are read."""
-_Answer = TypeVar("_Answer")
+_MAX_REFUSAL_BYTES = 2**16
+"""Bytes of a refusal that are read."""
 
 
 def describe_silence(seconds: float) -> str:
@@ -68,7 +65,6 @@ class Target:
     file: Path
     offset: int
     size: int
-    piece: Piece
     on_bytes: Callable[[int], None] = lambda _count: None
     """Called in the thread with the number of bytes that have arrived since the last call."""
 
@@ -154,42 +150,13 @@ class PieceReader:
             StagedError: The answer has another number of bytes, the difference is damaged, or a file cannot be read or written.
         """
         asked = {} if origin is None else {BASE_HEADER: origin.version}
-        return await self._ask(path, asked, partial(_receive_piece, target, origin))
-
-    async def read_difference(self, path: str, target: Target, origin: Origin) -> Received | None:
-        """Write a piece by its difference, and return None if the parent does not have it. Takes and raises what :meth:`read` does."""
-
-        def receive(answer: HTTPResponse, pace: _Pace) -> Received | None:
-            if answer.status == 204:
-                answer.read()  # otherwise the connection takes no further request
-                return None
-            return _receive_piece(target, origin, answer, pace)
-
-        return await self._ask(f"{path}?only=difference", {BASE_HEADER: origin.version}, receive)
-
-    async def fetch(self, path: str, seconds: float) -> bytes:
-        """Return the bytes of a small answer, which may begin after some seconds. Raises RefusedPieceError and BrokenAnswerError."""
-        return await self._ask(path, {}, lambda answer, _pace: answer.read(_MAX_SMALL_BYTES), seconds)
-
-    async def _ask(
-        self, path: str, asked: Mapping[str, str], receive: Callable[[HTTPResponse, _Pace], _Answer], seconds: float | None = None
-    ) -> _Answer:
-        """Send a request in a thread, and receive its answer there.
-
-        Args:
-            path: Path of the request.
-            asked: Headers of this request besides those of each.
-            receive: Reads the body of the answer.
-            seconds: Time without a byte after which the answer has broken off; None: that of the reader.
-        """
-        seconds = seconds or self._read_seconds
         pace = _Pace(self._bandwidth, threading.Event())
         while True:
             is_used = bool(self._idle)
             connection = self._idle.pop() if is_used else await self._connect()
             try:
                 found = await finish_in_thread(
-                    partial(self._read, connection, path, asked, lambda answer: receive(answer, pace), seconds),
+                    partial(self._read, connection, path, asked, lambda answer: _receive_piece(target, origin, answer, pace)),
                     executor=self._threads,
                     on_cancel=partial(_shut_down, connection, pace),
                 )
@@ -233,7 +200,8 @@ class PieceReader:
             raise BrokenAnswerError(describe_unreachable(None)) from None
         except OSError as error:
             raise BrokenAnswerError(describe_unreachable(error)) from error
-        connection = HTTPConnection(self._host, self._port)
+        connected.settimeout(self._read_seconds)
+        connection = HTTPConnection(self._host, self._port, timeout=self._read_seconds)
         connection.sock = connected
         return connection
 
@@ -242,33 +210,25 @@ class PieceReader:
         connection: HTTPConnection,
         path: str,
         asked: Mapping[str, str],
-        receive: Callable[[HTTPResponse], _Answer],
-        seconds: float,
-    ) -> _Answer:
+        receive: Callable[[HTTPResponse], Received],
+    ) -> Received:
         """Send a request and read its answer. Runs in a thread."""
         try:
-            connection.timeout = seconds
-            if connection.sock is not None:
-                connection.sock.settimeout(seconds)
             connection.request("GET", path, headers={**self._headers, **asked})
             answer = connection.getresponse()
         except TimeoutError:
-            raise BrokenAnswerError(describe_silence(seconds)) from None
+            raise BrokenAnswerError(describe_silence(self._read_seconds)) from None
         except (OSError, HTTPException) as error:
             raise _UnansweredError(f"the answer broke off ({type(error).__name__}: {error})") from error
         try:
-            if answer.status not in (200, 204):
+            if answer.status != 200:
                 raise _refusal(answer)
             with self._bandwidth.transfer():
                 return receive(answer)
         except TimeoutError:
-            raise BrokenAnswerError(describe_silence(seconds)) from None
+            raise BrokenAnswerError(describe_silence(self._read_seconds)) from None
         except (OSError, HTTPException) as error:
             raise BrokenAnswerError(f"the answer broke off ({type(error).__name__}: {error})") from error
-
-
-OpenReader = Callable[..., PieceReader]
-"""Opens a reader; takes what :class:`PieceReader` takes."""
 
 
 class _UnansweredError(Exception):
@@ -349,7 +309,7 @@ def _wrong_size(size: int, found: str) -> StagedError:
 
 def _refusal(answer: HTTPResponse) -> RefusedPieceError:
     """Return the error for an answer with another status than 200; without a code if it is not of this project."""
-    code, message, text = "", answer.reason, answer.read(_MAX_SMALL_BYTES)
+    code, message, text = "", answer.reason, answer.read(_MAX_REFUSAL_BYTES)
     with suppress(ValueError, TypeError, KeyError):
         body = json.loads(text)
         code, message = str(body["code"]), str(body["message"])

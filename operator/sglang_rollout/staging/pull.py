@@ -20,7 +20,6 @@ from sglang_rollout.staging.copies import Copy
 from sglang_rollout.staging.index import Index, StagedError, StagedFault
 from sglang_rollout.staging.piece_reader import (
     BrokenAnswerError,
-    OpenReader,
     Origin,
     PieceReader,
     RefusedPieceError,
@@ -57,7 +56,6 @@ async def pull(
     *,
     receiving: Bandwidth | None = None,
     patience: float = math.inf,
-    open_reader: OpenReader = PieceReader,
 ) -> VersionEnd:
     """Complete a copy, and return its end. A copy that is complete already is checked against ``request.digest``.
 
@@ -72,7 +70,6 @@ async def pull(
         receiving: Bandwidth at which pieces arrive; None: not limited.
         patience: Seconds without a new byte after which the copy fails, when each parent has been asked. If it is limited, the parents hold
             the whole version: one that has nothing new has lost it, and may itself wait for this pod.
-        open_reader: How pieces are read.
 
     Raises:
         StagedError: The deadline or the patience has passed, the version is too large, there is no space, every parent gives wrong bytes,
@@ -80,7 +77,7 @@ async def pull(
     """
     if not request.parents:
         raise StagedError(f"Update {request.update} has no parent to copy from.")
-    work = _Pull(session, request, copy, base=base, receiving=receiving or Bandwidth(), patience=patience, open_reader=open_reader)
+    work = _Pull(session, request, copy, base=base, receiving=receiving or Bandwidth(), patience=patience)
     copy.note_failure("")
     try:
         async with asyncio.timeout(request.deadline):
@@ -120,7 +117,6 @@ class _Pull:
         base: Copy | None,
         receiving: Bandwidth,
         patience: float,
-        open_reader: OpenReader,
     ) -> None:
         self._session = session
         self._request = request
@@ -128,7 +124,6 @@ class _Pull:
         self._base = base
         self._patience = patience
         self._receiving = receiving
-        self._open_reader = open_reader
         self._parents = [parent.rstrip("/") for parent in request.parents]
         self._silence_seconds = _FIRST_SILENCE_SECONDS
         self._problems: dict[str, str] = {}
@@ -217,7 +212,7 @@ class _Pull:
 
     async def _copy_from(self, parent: str) -> VersionEnd:
         wanted: asyncio.Queue[Piece] = asyncio.Queue()
-        reader = self._open_reader(
+        reader = PieceReader(
             parent, self._headers(), parallel=PARALLEL_PIECES, connect_seconds=_CONNECT_SECONDS, read_seconds=self._silence_seconds,
             bandwidth=self._receiving,
         )  # fmt: skip
@@ -356,7 +351,7 @@ class _Pull:
             return
 
         async def write(file: Path, offset: int, size: int) -> str:
-            received = await reader.read(url, Target(file, offset, size, piece, self._copy.note_bytes), origin)
+            received = await reader.read(url, Target(file, offset, size, self._copy.note_bytes), origin)
             self._copy.transferred += size if received.difference is None else len(received.difference)
             if received.difference is not None and base is not None and received.digest == piece.digest:
                 await self._copy.keep_difference(base, piece.shard, piece.piece, received.difference)

@@ -20,7 +20,7 @@ from sglang_rollout.staging.send_file import send_bytes, send_file
 from sglang_rollout.staging.snapshots import SnapshotCopy
 from sglang_rollout.wire.ports import BASE_HEADER, STAGED, TICKET_HEADER
 from sglang_rollout.wire.reasons import Refusal, RefusalCode, RefusedError, reason_phrase
-from sglang_rollout.wire.staged import IndexEntry, IndexReply, ShardMemory
+from sglang_rollout.wire.staged import IndexEntry, IndexReply
 from sglang_rollout.wire.trainer import ControlReply
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -40,25 +40,15 @@ class FindsCopies(Protocol):
         """Return the copy of an update; None if there is none."""
 
 
-class SharesMemory(Protocol):
-    """Lets other pods read shards from memory, such as ``mooncake.SharedMemory``."""
-
-    async def locate(self, copy: Copy, shard: int, host: str) -> ShardMemory:
-        """Return where a shard is; ``host`` is the address of this pod for the caller. Raises RefusedError."""
-
-
-def staging_routes(copies: FindsCopies, sending: Bandwidth | None = None, memory: SharesMemory | None = None) -> list[web.RouteDef]:
+def staging_routes(copies: FindsCopies, sending: Bandwidth | None = None) -> list[web.RouteDef]:
     """Return the routes below ``STAGED``.
 
     Args:
         copies: The copies.
         sending: Limit of the pieces that are sent; None: not limited.
-        memory: What shares the shards of the copies in memory; None: nothing.
     """
     routes = _Routes(copies, sending or Bandwidth())
-    shared = [web.get(f"{STAGED}/{{update}}/memory/{{shard}}", answer_refusals(routes.memory(memory)), allow_head=False)] if memory else []
     return [
-        *shared,
         web.get(f"{STAGED}/{{update}}/index", answer_refusals(routes.index), allow_head=False),
         web.get(f"{STAGED}/{{update}}/pieces/{{shard}}/{{piece}}", answer_refusals(routes.piece), allow_head=False),
     ]
@@ -123,10 +113,7 @@ class _Routes:
         return web.Response(text=reply.model_dump_json(exclude_none=True), content_type="application/json")
 
     async def piece(self, request: web.Request) -> web.StreamResponse:
-        """Return the bytes of a piece, or its difference from the version that the reader has.
-
-        A reader with another way to the whole piece may ask for the difference only: without one, the answer is empty.
-        """
+        """Return the bytes of a piece, or its difference from the version that the reader has."""
         copy = self._find(request)
         shard, piece = path_number(request, "shard"), path_number(request, "piece")
         if (shard, piece) not in copy.index.digests:
@@ -139,13 +126,9 @@ class _Routes:
         except (StagedError, FileNotFoundError):  # deleted at this moment
             raise self._unknown(request) from None
         with file:
-            if BASE_HEADER not in headers and request.query.get("only") == "difference":
-                return web.Response(status=204)
             return await send_file(request, file, offset, size, bandwidth=self._sending, headers=headers)
 
     async def _send_snapshot(self, request: web.Request, copy: SnapshotCopy, shard: int, piece: int) -> web.StreamResponse:
-        if request.query.get("only") == "difference":
-            return web.Response(status=204)
         path, offset, size = copy.piece_location(shard, piece)
         try:
             return await send_bytes(request, copy.volume.read(path, offset, size), size, bandwidth=self._sending)
@@ -156,17 +139,6 @@ class _Routes:
         except (StagedError, OSError) as error:
             message = f"{request.path}: the snapshot cannot be read: {error}"
             raise RefusedError(Refusal(RefusalCode.UNAVAILABLE, message)) from None
-
-    def memory(self, memory: SharesMemory) -> Handler:
-        """Return the handler that answers where a shard is in memory."""
-
-        async def answer(request: web.Request) -> web.StreamResponse:
-            copy, shard = self._find(request), path_number(request, "shard")
-            host = request.transport.get_extra_info("sockname")[0] if request.transport is not None else ""
-            located = await memory.locate(copy, shard, str(host).removeprefix("::ffff:"))
-            return web.json_response(located.model_dump(mode="json"))
-
-        return answer
 
     def _find(self, request: web.Request) -> Copy:
         copy = self._copies.get(request.match_info["update"])

@@ -21,8 +21,6 @@ from sglang_rollout.proxy.listen import listen as listen_at
 from sglang_rollout.staging.bandwidth import Bandwidth
 from sglang_rollout.staging.copies import Copies
 from sglang_rollout.staging.index import StagedError
-from sglang_rollout.staging.mooncake import SharedMemory, mooncake_readers
-from sglang_rollout.staging.piece_reader import PieceReader
 from sglang_rollout.staging.serve import staging_routes
 from sglang_rollout.store.app import make_control_app, make_data_app, make_metrics_app
 from sglang_rollout.store.receivers import Receivers
@@ -51,7 +49,6 @@ class Settings:
     credentials: Credentials
     snapshots: SnapshotSettings | None = None
     bandwidth_limit: int | None = None
-    mooncake: bool = False
 
 
 def _parse_address(_context: click.Context, _parameter: click.Parameter, text: str) -> Address:
@@ -118,12 +115,6 @@ def _parse_address(_context: click.Context, _parameter: click.Parameter, text: s
 )
 @click.option("--snapshots-every", type=click.IntRange(min=1), default=1, show_default=True, help="Versions between two snapshots.")
 @click.option("--snapshots-keep", type=click.IntRange(min=1), default=3, show_default=True, help="Newest snapshots that stay.")
-@click.option(
-    "--mooncake",
-    is_flag=True,
-    help="Let agents copy versions with Mooncake Transfer Engine, and copy from them with it, at ports"
-    f" {ports.MOONCAKE_PORTS[0]} to {ports.MOONCAKE_PORTS[1]}. Every process that reaches these ports can read the versions.",
-)
 @logging_options
 def command(
     *,
@@ -161,10 +152,8 @@ async def _serve(settings: Settings, session: aiohttp.ClientSession, stop: async
     copies = Copies(settings.volume, settings.state_dir)
     receivers = Receivers()
     snapshots = Snapshots(settings.snapshots) if settings.snapshots is not None else None
-    reader = mooncake_readers() if settings.mooncake else PieceReader
-    store = Store(copies, receivers, session, snapshots, Bandwidth(settings.bandwidth_limit), open_reader=reader)
-    memory = SharedMemory(copies) if settings.mooncake else None
-    routes = staging_routes(store, Bandwidth(settings.bandwidth_limit), memory)
+    store = Store(copies, receivers, session, snapshots, Bandwidth(settings.bandwidth_limit))
+    routes = staging_routes(store, Bandwidth(settings.bandwidth_limit))
     apps = (
         (make_control_app(store, settings.credentials, term), settings.listen),
         (make_data_app(store, routes), settings.data_listen),
@@ -187,5 +176,3 @@ async def _serve(settings: Settings, session: aiohttp.ClientSession, stop: async
         await store.close()
         for runner in runners:
             await runner.cleanup()
-        if memory is not None:
-            await memory.close()

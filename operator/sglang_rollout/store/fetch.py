@@ -16,7 +16,6 @@ from sglang_rollout.checkpoints.snapshots import lock_snapshot
 from sglang_rollout.staging.bandwidth import Bandwidth
 from sglang_rollout.staging.copies import Copies, Copy
 from sglang_rollout.staging.index import StagedError, StagedFault
-from sglang_rollout.staging.piece_reader import OpenReader
 from sglang_rollout.staging.pull import pull
 from sglang_rollout.staging.snapshots import SnapshotCopy, load_pieces
 from sglang_rollout.staging.volume import LOAD_SECONDS
@@ -39,14 +38,12 @@ class Fetcher:
         copies: The versions.
         session: HTTP session for the agents.
         receiving: Limit of the bytes that all copies receive from agents together.
-        open_reader: How pieces are read from the agents.
     """
 
-    def __init__(self, copies: Copies, session: aiohttp.ClientSession, receiving: Bandwidth, open_reader: OpenReader) -> None:
+    def __init__(self, copies: Copies, session: aiohttp.ClientSession, receiving: Bandwidth) -> None:
         self._copies = copies
         self._session = session
         self._receiving = receiving
-        self._open_reader = open_reader
         self._running: dict[str, asyncio.Task[Any]] = {}
 
     async def fetch(self, request: StageRequest, snapshot: SnapshotCopy | None = None) -> None:
@@ -65,7 +62,7 @@ class Fetcher:
         work = (
             _load(request, snapshot, copy)
             if snapshot
-            else pull(self._session, request, copy, receiving=self._receiving, patience=PATIENCE_SECONDS, open_reader=self._open_reader)
+            else pull(self._session, request, copy, receiving=self._receiving, patience=PATIENCE_SECONDS)
         )
         end = await self._run(request.update, work)
         if snapshot is not None:

@@ -17,7 +17,6 @@ import aiohttp
 from sglang_rollout.staging.bandwidth import Bandwidth
 from sglang_rollout.staging.copies import Copies, Copy
 from sglang_rollout.staging.index import StagedError, StagedFault, piece_count, tensor_bytes
-from sglang_rollout.staging.piece_reader import OpenReader, PieceReader
 from sglang_rollout.staging.snapshots import SnapshotCopy
 from sglang_rollout.store.fetch import Fetcher
 from sglang_rollout.store.receivers import ReceiverError, Receivers
@@ -59,7 +58,6 @@ class Store:
         session: HTTP session for the agents.
         snapshots: Where committed versions are written; None: nowhere.
         receiving: Limit of what is copied from agents.
-        open_reader: How pieces are read from the agents.
     """
 
     def __init__(
@@ -69,13 +67,11 @@ class Store:
         session: aiohttp.ClientSession,
         snapshots: Snapshots | None,
         receiving: Bandwidth,
-        *,
-        open_reader: OpenReader = PieceReader,
     ) -> None:
         self._copies = copies
         self._receivers = receivers
         self._snapshots = snapshots
-        self._fetcher = Fetcher(copies, session, receiving, open_reader)
+        self._fetcher = Fetcher(copies, session, receiving)
         self.uploads = Uploads(copies)
         self.instance = uuid.uuid4().hex
         """Identifies this run of the process."""

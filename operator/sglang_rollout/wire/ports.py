@@ -40,12 +40,6 @@ STORE_PORT = 30030
 """Calls of the coordinator to the weight store, with the store's credential."""
 STAGING_PORT = 30031
 """Data port of the weight store and of the agents: index and pieces of staged versions, with a ticket."""
-MOONCAKE_PORTS = (30040, 30063)
-"""First and last port at which Mooncake Transfer Engine may listen. Each of its processes takes two of them by chance.
-
-A pod of a fleet with ``staging.protocol: Mooncake`` has up to three such processes. All processes of ``sglang-rollout local`` share the
-ports, so ``MC_MIN_RPC_PORT`` and ``MC_MAX_RPC_PORT`` in its environment replace them.
-"""
 
 OPERATOR_METRICS_PORT = 8080
 """``/metrics`` of the operator."""
@@ -121,9 +115,8 @@ STORE_COMMIT = "/store/commit"  # POST StoreCommitRequest: this version is commi
 STORE_READ = "/store/read"  # POST StoreReadRequest -> StoreReadReply
 STORE_VERIFY = "/store/verify"  # POST StoreVerifyRequest -> StoreVerifyReply; answered when all files have been read
 
-# Paths on STAGING_PORT. {update} is the ID of an update. With Mooncake also GET {STAGED}/{update}/memory/{shard} -> ShardMemory.
+# Paths on STAGING_PORT. {update} is the ID of an update.
 STAGED = "/staged"  # GET {STAGED}/{update}/index?from=N&wait=S -> IndexReply; GET {STAGED}/{update}/pieces/{shard}/{piece} -> bytes
-# With ?only=difference and BASE_HEADER, a pod that has the piece but not its difference answers with status 204.
 FLEET_UPDATES = "/fleet/updates"
 # At the store: PUT {FLEET_UPDATES}/{update}/pieces/{shard}/{piece}; GET {FLEET_UPDATES}/{update} -> UploadStatus
 TICKET_HEADER = "X-Rollout-Ticket"

@@ -73,17 +73,6 @@ class IndexReply(Message):
     """Bytes that the pod has received of the version, also those of unfinished pieces. A pod whose number grows has not stalled."""
 
 
-class ShardMemory(Message):
-    """Where Mooncake Transfer Engine reads the file of a shard: in the memory of a process of the pod."""
-
-    segment: str
-    """Name of the process for Mooncake: host and port."""
-    transport: str
-    """``rdma`` or ``tcp``; both sides must use the same."""
-    address: int
-    """Address of the first byte of the file."""
-
-
 # --- coordinator -> agent ---------------------------------------------------------------------------------------------------
 
 

@@ -21,7 +21,6 @@ from sglang_rollout.internal.requests import Handler, check_token, read_message
 from sglang_rollout.staging.bandwidth import Bandwidth
 from sglang_rollout.staging.copies import Copies, Copy
 from sglang_rollout.staging.index import Index
-from sglang_rollout.staging.mooncake import SharedMemory, share_memory
 from sglang_rollout.staging.payload import install_loader
 from sglang_rollout.staging.serve import staging_routes
 from sglang_rollout.wire.ports import MEMBER_ATTEMPT, MEMBER_DROP, MEMBER_STAGE, MEMBER_VERDICTS
@@ -42,11 +41,8 @@ class _Attempt:
 class StagedMember:
     """Copies versions into a member pod, and reads the verdicts of its ranks. Create it with :func:`run_staged_member`."""
 
-    def __init__(
-        self, copies: Copies, stager: Stager, verdicts: VerdictFolder, sending: Bandwidth, memory: SharedMemory | None = None
-    ) -> None:
+    def __init__(self, copies: Copies, stager: Stager, verdicts: VerdictFolder, sending: Bandwidth) -> None:
         self._copies = copies
-        self._memory = memory
         self._stager = stager
         self._verdicts = verdicts
         self._attempt: _Attempt | None = None
@@ -59,7 +55,7 @@ class StagedMember:
     def data_app(self) -> web.Application:
         """Return the application of the data port, which needs the tickets of the versions."""
         app = web.Application()
-        app.add_routes(staging_routes(self._copies, self._sending, self._memory))
+        app.add_routes(staging_routes(self._copies, self._sending))
         return app
 
     def routes(self, credentials: Credentials) -> list[web.RouteDef]:
@@ -132,7 +128,7 @@ def _with_token(handler: Handler, credentials: Credentials) -> Handler:
 
 @asynccontextmanager
 async def run_staged_member(
-    *, volume: Path, verdicts: Path, state: Path, bandwidth_limit: int | None = None, mooncake: bool = False
+    *, volume: Path, verdicts: Path, state: Path, bandwidth_limit: int | None = None
 ) -> AsyncIterator[StagedMember]:
     """Offer transport Staged in a member pod for the length of the block. The loader is installed when the block begins.
 
@@ -141,18 +137,17 @@ async def run_staged_member(
         verdicts: Folder that the engine's container writes.
         state: Folder of the agent's records.
         bandwidth_limit: Most bytes per second that this pod receives from other pods, and that it sends to them; None: not limited.
-        mooncake: Copy versions with Mooncake Transfer Engine, and let other pods do so.
 
     Raises:
         StagedError: The volume cannot be written.
     """
     install_loader(volume)
     copies = Copies(volume, state / "staged")
-    async with open_session() as session, share_memory(copies, wanted=mooncake) as memory:
+    async with open_session() as session:
         # The head pod names the copies that are being loaded among those to keep.
         saved = SavedVersions(state / "staged" / "versions")
-        stager = Stager(copies, saved, session, set, Bandwidth(bandwidth_limit), mooncake=mooncake)
+        stager = Stager(copies, saved, session, set, Bandwidth(bandwidth_limit))
         try:
-            yield StagedMember(copies, stager, VerdictFolder(verdicts), Bandwidth(bandwidth_limit), memory)
+            yield StagedMember(copies, stager, VerdictFolder(verdicts), Bandwidth(bandwidth_limit))
         finally:
             await stager.close()

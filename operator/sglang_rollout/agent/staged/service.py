@@ -25,7 +25,6 @@ from sglang_rollout.internal.requests import deadline_of, read_message
 from sglang_rollout.proxy.address import Address
 from sglang_rollout.staging.bandwidth import Bandwidth
 from sglang_rollout.staging.copies import Copies
-from sglang_rollout.staging.mooncake import SharedMemory, share_memory
 from sglang_rollout.staging.payload import install_loader
 from sglang_rollout.staging.serve import staging_routes
 from sglang_rollout.wire.agent import SyncRequest
@@ -48,10 +47,8 @@ class StagedService:
         *,
         members: MemberPods | None,
         sending: Bandwidth,
-        memory: SharedMemory | None = None,
     ) -> None:
         self._copies = copies
-        self._memory = memory
         self._stager = stager
         self._activator = activator
         self.own_copy = own_copy
@@ -62,7 +59,7 @@ class StagedService:
     def data_app(self) -> web.Application:
         """Return the application of the data port, which needs the tickets of the versions."""
         app = web.Application()
-        app.add_routes(staging_routes(self._copies, self._sending, self._memory))
+        app.add_routes(staging_routes(self._copies, self._sending))
         return app
 
     async def stage(self, request: web.Request, answer: Callable[[], Awaitable[web.Response]]) -> web.StreamResponse:
@@ -116,7 +113,6 @@ async def run_staged_service(
     head_pod: HeadPod | None = None,
     data_address: Address | None = None,
     bandwidth_limit: int | None = None,
-    mooncake: bool = False,
 ) -> AsyncIterator[StagedService]:
     """Offer transport Staged for the length of the block. The loader is installed when the block begins.
 
@@ -131,7 +127,6 @@ async def run_staged_service(
         head_pod: The agent's role in an engine with several pods; None for an engine of one pod.
         data_address: With ``head_pod``: where the other pods of the engine find the copies of this pod.
         bandwidth_limit: Most bytes per second that this pod receives from other pods, and that it sends to them; None: not limited.
-        mooncake: Copy versions with Mooncake Transfer Engine, and let other pods do so.
 
     Raises:
         StagedError: The volume cannot be written.
@@ -141,16 +136,16 @@ async def run_staged_service(
     members = None if head_pod is None or data_address is None else MemberPods(head_pod, copies, data_address)
     agent.takes_copies = True
     agent.list_copies = copies.status if members is None else members.list_copies
-    async with open_session() as session, share_memory(copies, wanted=mooncake) as memory:
+    async with open_session() as session:
         folder = VerdictFolder(verdicts)
         way = choose_way(agent.engine, folder, data_size=data_size, model_path=model_path)
         written, attempts = WrittenTensors(state), Attempts(folder, members)
         activator = Activator(agent, copies, saved, written, attempts, way=way, pipeline_size=pipeline_size)
-        stager = Stager(copies, saved, session, lambda: activator.updates_in_use, Bandwidth(bandwidth_limit), mooncake=mooncake)
+        stager = Stager(copies, saved, session, lambda: activator.updates_in_use, Bandwidth(bandwidth_limit))
         try:
             own_copy = OwnCopyWatch(agent, activator, saved)
             sending = Bandwidth(bandwidth_limit)
-            yield StagedService(copies, stager, activator, own_copy, members=members, sending=sending, memory=memory)
+            yield StagedService(copies, stager, activator, own_copy, members=members, sending=sending)
         finally:
             await activator.close()
             await stager.close()

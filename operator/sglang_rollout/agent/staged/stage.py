@@ -15,8 +15,6 @@ from sglang_rollout.agent.staged.saved import SavedVersions
 from sglang_rollout.staging.bandwidth import Bandwidth
 from sglang_rollout.staging.copies import Copies, Copy
 from sglang_rollout.staging.index import StagedError, StagedFault
-from sglang_rollout.staging.mooncake import mooncake_readers
-from sglang_rollout.staging.piece_reader import PieceReader
 from sglang_rollout.staging.pull import pull
 from sglang_rollout.wire.reasons import Refusal, RefusalCode, RefusedError
 from sglang_rollout.wire.staged import StageRequest, VersionEnd
@@ -67,7 +65,6 @@ class Stager:
         session: HTTP session for the parents.
         updates_in_use: Returns the updates whose copies are being loaded, which no call deletes.
         receiving: Limit of the bytes that all copies receive together.
-        mooncake: Read pieces with Mooncake Transfer Engine.
     """
 
     def __init__(
@@ -77,10 +74,7 @@ class Stager:
         session: aiohttp.ClientSession,
         updates_in_use: Callable[[], set[str]],
         receiving: Bandwidth,
-        *,
-        mooncake: bool = False,
     ) -> None:
-        self._open_reader = mooncake_readers() if mooncake else PieceReader
         self._copies = copies
         self._saved = saved
         self._session = session
@@ -141,9 +135,9 @@ class Stager:
                 return copy, None
             if request.update in self._updates_in_use():
                 raise StagedError(f"The copy of update {request.update} is being loaded, and has another digest.", StagedFault.WRONG_DIGEST)
-            base, reader = self._copies.newest_besides(request.update), self._open_reader
+            base = self._copies.newest_besides(request.update)
             patience = math.inf if request.version is None else _PATIENCE_SECONDS
-            work = pull(self._session, request, copy, base, receiving=self._receiving, patience=patience, open_reader=reader)
+            work = pull(self._session, request, copy, base, receiving=self._receiving, patience=patience)
             task = asyncio.create_task(work, name=f"copy of update {request.update}")
             task.add_done_callback(_log_failure)
             self._running[request.update] = _Copying(request, task)

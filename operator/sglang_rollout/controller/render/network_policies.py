@@ -16,8 +16,7 @@ from sglang_rollout.api.weights_spec import Transport
 from sglang_rollout.controller.render import names
 from sglang_rollout.controller.render.common import Object, child
 from sglang_rollout.controller.render.names import OF_POD
-from sglang_rollout.controller.render.staging import uses_mooncake
-from sglang_rollout.wire.ports import FRONT_PORT, GENERATE_PORT, METRICS_PORT, MOONCAKE_PORTS, STAGING_PORT, STORE_PORT
+from sglang_rollout.wire.ports import FRONT_PORT, GENERATE_PORT, METRICS_PORT, STAGING_PORT, STORE_PORT
 
 Peers = Sequence[Object] | None
 """Sources of connections; None: every source."""
@@ -29,7 +28,6 @@ _PROCESS_GROUP_PORTS: Object = {"protocol": "TCP", "port": 32768, "endPort": 655
 
 All fixed ports lie below, among them those at which SGLang unpickles what it receives (``wire.ports.RENDEZVOUS_PORT`` and above).
 """
-_MOONCAKE_PORTS: Object = {"protocol": "TCP", "port": MOONCAKE_PORTS[0], "endPort": MOONCAKE_PORTS[1]}
 _NAMESPACE_NAME = "kubernetes.io/metadata.name"
 """Label of every namespace with its name, set by the API server."""
 
@@ -92,7 +90,7 @@ def _engine_rules(rollout: SGLangRollout) -> list[Object]:
     if rollout.spec.weights.is_staged:
         # Pods copy versions from each other, and a new pod of the store takes the committed version from them.
         pods = _join(_pods_of(rollout, names.COMPONENT_ENGINE), _pods_of(rollout, names.COMPONENT_STORE))
-        rules += [_rule(pods, STAGING_PORT), *_mooncake_rules(rollout, pods)]
+        rules.append(_rule(pods, STAGING_PORT))
     return rules
 
 
@@ -103,13 +101,7 @@ def _store_rules(rollout: SGLangRollout) -> list[Object]:
         _rule(_join(router, engines), STAGING_PORT),
         _rule(_scrapers(rollout), OF_POD.metrics),
         _rule(_trainers(rollout), _PROCESS_GROUP_PORTS),
-        *_mooncake_rules(rollout, engines),
     ]
-
-
-def _mooncake_rules(rollout: SGLangRollout, pods: Peers) -> list[Object]:
-    """Return the rule for the ports of Mooncake, which ask for no ticket. Over RDMA both sides connect to each other."""
-    return [_rule(pods, _MOONCAKE_PORTS)] if uses_mooncake(rollout) else []
 
 
 def _policies_of_multi_pod_engines(rollout: SGLangRollout) -> list[Object]:

@@ -75,7 +75,6 @@ def agent_arguments(rollout: SGLangRollout) -> list[str]:
         *("--pipeline-size", str(sizes.pipeline)),
         *(("--data-size", str(sizes.data)) if sizes.data > 1 else ()),
         *bandwidth_arguments(staging),
-        *mooncake_arguments(staging),
     ]
 
 
@@ -83,17 +82,6 @@ def bandwidth_arguments(staging: Staging) -> list[str]:
     """Return the arguments of an agent and of the weight store that limit what their pod sends and receives."""
     limit = staging.bandwidth_bytes
     return [] if limit is None else ["--staging-bandwidth-limit", str(limit)]
-
-
-def mooncake_arguments(staging: Staging) -> list[str]:
-    """Return the arguments of an agent and of the weight store by which they copy versions with Mooncake."""
-    return ["--mooncake"] if staging.uses_mooncake else []
-
-
-def uses_mooncake(rollout: SGLangRollout) -> bool:
-    """Return True if pods copy versions with Mooncake Transfer Engine."""
-    staging = staging_of(rollout)
-    return staging is not None and staging.uses_mooncake
 
 
 def agent_ports(rollout: SGLangRollout) -> Object:
@@ -116,8 +104,7 @@ def start_lines(rollout: SGLangRollout) -> str:
 def pod_revision(rollout: SGLangRollout) -> Object:
     """Return the settings that change an engine pod; empty with another transport."""
     staging, fields = staging_of(rollout), {"copies", "size_limit", "medium", "bandwidth_limit"}
-    protocol = {"protocol"} if uses_mooncake(rollout) else set()  # the default must not restart pods of an earlier release
-    return {} if staging is None else staging.model_dump(mode="json", by_alias=True, include=fields | protocol, exclude_none=True)
+    return {} if staging is None else staging.model_dump(mode="json", by_alias=True, include=fields, exclude_none=True)
 
 
 def _has_loader(rollout: SGLangRollout) -> bool:

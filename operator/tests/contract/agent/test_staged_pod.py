@@ -24,7 +24,6 @@ from tests.contract.support.staged_versions import (
     serve_version,
     stage,
 )
-from tests.contract.support.staging_pods import get, mooncake_processes, use_stand_in_mooncake
 from tests.support.ports import free_port
 
 pytestmark = [pytest.mark.router, pytest.mark.timeout(180)]
@@ -67,16 +66,6 @@ async def loading(pod: Pod) -> None:
         return (await pod.status()).reason is GateReason.UPDATE_IN_PROGRESS
 
     await until(has_begun, SECONDS, "the load has begun")
-
-
-async def test_mooncake_is_tried_and_offered(engine: StandIn, source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_stand_in_mooncake(monkeypatch, tmp_path)
-    async with run_pod(tmp_path, engine.url, data_port=free_port(), options=("--mooncake",)) as pod:
-        made = source.make(1)
-        await stage(pod, source, made)
-        assert "over HTTP and not with Mooncake" in (tmp_path / "agent.log").read_text(), "the source does not share its memory"
-        status, body, _ = await get(f"http://127.0.0.1:{pod.data_port}", f"/{made.update}/memory/0")
-        assert (status, mooncake_processes(tmp_path)) == (200, 1), body
 
 
 async def test_a_version_is_copied_loaded_committed_and_served(pod: Pod, source: Source, engine: StandIn) -> None:

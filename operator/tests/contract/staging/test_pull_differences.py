@@ -14,9 +14,7 @@ from aiohttp import web
 from sglang_rollout.staging.copies import DIFFERENCES, Copies, Copy
 from sglang_rollout.staging.differences import encode
 from sglang_rollout.staging.index import StagedError
-from sglang_rollout.staging.piece_reader import Origin, PieceReader, Target
 from sglang_rollout.wire.ports import BASE_HEADER, STAGED, TICKET_HEADER
-from sglang_rollout.wire.staged import Piece
 from tests.contract.support.staging_pods import Handler, Pod, pull_into, run_pod, stage_request
 from tests.support.staged import (
     LIMIT,
@@ -231,16 +229,3 @@ async def test_a_difference_needs_the_ticket_of_the_version(pods: list[Pod], old
             async with session.get(url, headers={TICKET_HEADER: ticket, BASE_HEADER: end.digest}) as answer:
                 assert answer.status == status
                 assert (answer.headers.get(BASE_HEADER) == end.digest) == (status == 200)
-
-
-async def test_a_connection_takes_the_next_request_after_an_answer_without_a_difference(tmp_path: Path, new: list[bytes]) -> None:
-    async with run_pod(tmp_path / "store") as store:
-        store.hold(SHARDS, new)
-        reader = PieceReader(store.url, {TICKET_HEADER: TICKET}, parallel=1, connect_seconds=5, read_seconds=5)
-        (tmp_path / "file").write_bytes(new[0])
-        target = Target(tmp_path / "file", 0, 1, Piece(shard=0, piece=0, digest=sha256(b"")))
-        path = f"{STAGED}/{update_id()}/pieces/0/0"
-        for _ in range(2):
-            assert await reader.read_difference(path, target, Origin("0" * 64, tmp_path / "file", 0)) is None
-        reader.close()
-        assert store.pieces_given == 2, "no request was repeated"

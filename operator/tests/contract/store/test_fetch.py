@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sglang_rollout.wire.ports import STORE_DROP, STORE_FETCH
 from tests.contract.store.test_uploads import SIZES, TENSORS, piece
-from tests.contract.support.staging_pods import mooncake_processes, use_stand_in_mooncake
 from tests.contract.support.store_process import SIZE_LIMIT, TICKET, StoreProcess, new_update, store_process, version
 from tests.support.ports import free_port
 
@@ -56,25 +54,6 @@ def test_a_store_copies_the_version_from_a_pod_and_serves_it(holder: StoreProces
     assert set(upload_store.updates()) == {held}, "it deletes what the request does not keep"
     upload_store.restart()
     assert upload_store.updates() == {held: holder.updates()[held]}
-
-
-def test_stores_copy_with_mooncake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_stand_in_mooncake(monkeypatch, tmp_path)
-    for name in ("holder", "reader"):
-        (tmp_path / name).mkdir()
-    with (
-        store_process(tmp_path / "holder", python=sys.executable, options=("--mooncake",)) as holder,
-        store_process(tmp_path / "reader", python=sys.executable, options=("--mooncake",)) as reader,
-    ):
-        update = new_update()
-        holder.open(update, TENSORS)
-        for place in SIZES:
-            holder.put(update, place, piece(place))
-        holder.seal(update, 1)
-        assert reader.call(STORE_FETCH, request(holder, update))[0] == 200
-        assert reader.data_digest(update, 0) == holder.data_digest(update, 0)
-        assert mooncake_processes(tmp_path) == 2, "one shares, and one reads"
-        assert "not with Mooncake" not in reader.log()
 
 
 @pytest.mark.parametrize(

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
-import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import aiohttp
-import pytest
 from aiohttp import web
 
-from sglang_rollout.staging import mooncake as staging_mooncake
 from sglang_rollout.staging.bandwidth import Bandwidth
 from sglang_rollout.staging.copies import Copies, Copy
-from sglang_rollout.staging.mooncake import MooncakeProcess, MooncakeReader, SharedMemory
-from sglang_rollout.staging.piece_reader import OpenReader, PieceReader
 from sglang_rollout.staging.pull import pull
 from sglang_rollout.staging.serve import staging_routes
 from sglang_rollout.wire.ports import STAGED, TICKET_HEADER
@@ -27,7 +21,6 @@ from tests.support.staged import LIMIT, PIECE, TICKET, fill, shard, update_id
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Fault = Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]
-STAND_IN_MOONCAKE = Path(__file__).parent / "stand_in_mooncake"
 SHARDS = [shard(4 * PIECE + 1, 30), shard(PIECE), shard(0), shard(7)]
 """Tensors of a version with seven small pieces."""
 SECONDS = 30.0
@@ -45,8 +38,6 @@ class Pod:
     """Answers in place of the routes."""
     asked: list[str] = field(default_factory=list)
     """Paths of all requests."""
-    memory: SharedMemory | None = None
-    """What shares the copies with Mooncake."""
 
     @property
     def copy(self) -> Copy:
@@ -55,13 +46,6 @@ class Pod:
     @property
     def pieces_given(self) -> int:
         return sum("/pieces/" in path for path in self.asked)
-
-    @property
-    def sharing(self) -> MooncakeProcess:
-        """The process that shares the copies with Mooncake."""
-        assert self.memory is not None
-        assert self.memory._child is not None
-        return self.memory._child
 
     def hold(self, shards: Sequence[Shard], data: Sequence[bytes]) -> VersionEnd:
         return fill(self.copy, shards, data).seal()
@@ -72,9 +56,7 @@ class Pod:
 
 
 @asynccontextmanager
-async def run_pod(
-    folder: Path, fault: Fault | None = None, sending: Bandwidth | None = None, *, mooncake: bool = False
-) -> AsyncIterator[Pod]:
+async def run_pod(folder: Path, fault: Fault | None = None, sending: Bandwidth | None = None) -> AsyncIterator[Pod]:
     copies = Copies(folder / "volume", folder / "state")
     pods: list[Pod] = []
 
@@ -84,20 +66,17 @@ async def run_pod(
         return await (handler(request) if pods[0].fault is None else pods[0].fault(request, handler))
 
     app = web.Application(middlewares=[faulty])
-    memory = SharedMemory(copies) if mooncake else None
-    app.add_routes(staging_routes(copies, sending, memory))
+    app.add_routes(staging_routes(copies, sending))
     runner = web.AppRunner(app, shutdown_timeout=0.01)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     port = runner.addresses[0][1]
-    pods.append(Pod(copies, f"http://127.0.0.1:{port}", runner, fault, memory=memory))
+    pods.append(Pod(copies, f"http://127.0.0.1:{port}", runner, fault))
     try:
         yield pods[0]
     finally:
         await runner.cleanup()
-        if memory is not None:
-            await memory.close()
 
 
 def stage_request(parents: Sequence[Pod | str], *, digest: str = "", deadline: float = SECONDS, ticket: str = TICKET) -> StageRequest:
@@ -105,51 +84,15 @@ def stage_request(parents: Sequence[Pod | str], *, digest: str = "", deadline: f
     return StageRequest(update=update_id(), parents=urls, ticket=ticket, size_limit=LIMIT, digest=digest, deadline=deadline)
 
 
-async def pull_into(
-    copy: Copy,
-    request: StageRequest,
-    base: Copy | None = None,
-    receiving: Bandwidth | None = None,
-    open_reader: OpenReader = PieceReader,
-) -> VersionEnd:
+async def pull_into(copy: Copy, request: StageRequest, base: Copy | None = None, receiving: Bandwidth | None = None) -> VersionEnd:
     async with aiohttp.ClientSession() as session:
-        return await pull(session, request, copy, base, receiving=receiving, open_reader=open_reader)
-
-
-async def pull_with_mooncake(
-    copy: Copy, request: StageRequest, reader: OpenReader = MooncakeReader, base: Copy | None = None
-) -> VersionEnd:
-    return await pull_into(copy, request, base, open_reader=reader)
+        return await pull(session, request, copy, base, receiving=receiving)
 
 
 async def get(url: str, path: str, ticket: str = TICKET) -> tuple[int, bytes, dict[str, str]]:
     """Return status, body and headers of a request below ``STAGED``."""
     async with aiohttp.ClientSession() as session, session.get(f"{url}{STAGED}{path}", headers={TICKET_HEADER: ticket}) as answer:
         return answer.status, await answer.read(), dict(answer.headers)
-
-
-def use_stand_in_mooncake(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Let child processes load the stand-in for Mooncake's library. Each of them that shares or reads writes a file into ``folder``."""
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(STAND_IN_MOONCAKE), os.environ.get("PYTHONPATH", "")]))
-    monkeypatch.setenv("MC_FORCE_TCP", "1")
-    monkeypatch.setenv("TMPDIR", str(folder))
-
-
-def use_rdma(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Let this machine seem to have a device for RDMA."""
-    (folder / "uverbs0").touch()
-    monkeypatch.setattr(staging_mooncake, "_DEVICES", folder)
-    monkeypatch.delenv("MC_FORCE_TCP")
-
-
-def has_mooncake() -> bool:
-    """Return whether the library of Mooncake is installed."""
-    return importlib.util.find_spec("mooncake") is not None
-
-
-def mooncake_processes(folder: Path) -> int:
-    """Return the number of processes that have used the stand-in."""
-    return len(list(folder.glob("stand-in-mooncake-*.json")))
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -58,7 +58,7 @@ ACTORS = (*CALLERS, *PODS_OF_ROLLOUTS)
 TARGETS = {"router pod": (ROUTER,), "engine pods": (ENGINE, SECOND_RANK, OTHER_ENGINE), "store pod": (STORE,)}
 PORTS = (
     *(22, *sorted(value for name, value in vars(ports).items() if name.endswith("_PORT"))),
-    *(*ports.MOONCAKE_PORTS, 29500, 30101, 32767, 32768, 40001, 65535),
+    *(29500, 30101, 32767, 32768, 40001, 65535),
 )
 EVERY_POD = frozenset(actor for actor in CALLERS if actor.is_pod)
 
@@ -130,9 +130,6 @@ class Spec:
 
     def is_staged(self) -> bool:
         return self.rollout.spec.weights.is_staged
-
-    def uses_mooncake(self) -> bool:
-        return bool(self.spec.get("weights", {}).get("staging", {}).get("protocol") == "Mooncake")
 
     def is_on_node(self) -> bool:
         return "network" in self.spec.get("engine", {})
@@ -212,7 +209,6 @@ SPECS = (
     Spec("staged", STAGED),
     Spec("staged by one trainer", STAGED | security(trainers=pods("trainer")), trainers=frozenset({TRAINER})),
     Spec("staged by anybody", STAGED | security(control="Open"), trainers=ANYBODY),
-    Spec("staged with Mooncake", {"weights": {"transport": "Staged", "staging": {"sizeLimit": "1Gi", "protocol": "Mooncake"}}}),
     Spec("several pods", SEVERAL_PODS),
     Spec("staged in several pods", STAGED | SEVERAL_PODS),
     Spec("shared", SHARED),
@@ -227,7 +223,6 @@ WHEN: dict[str, Callable[[Spec], bool]] = {
     "`security.generate` is `Open`": lambda case: case.spec.get("security", {}).get("generate", "Open") == "Open",
     "`mode` is `Standalone`, and `weights.transport` is `Distributed`": lambda case: not case.is_shared() and "weights" not in case.spec,
     "`weights.transport` is `Staged`": Spec.is_staged,
-    "`weights.staging.protocol` is `Mooncake`": Spec.uses_mooncake,
     "engines of several pods": lambda case: "nodes" in case.spec.get("engine", {}),
 }
 """By text of the column *when*."""

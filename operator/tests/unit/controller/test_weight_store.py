@@ -210,7 +210,7 @@ def test_an_engine_restarts_for_its_volume_and_not_for_the_rest_of_staging() -> 
     plain = revision(SGLangRollout.model_validate(cr()))
     assert revision(SGLangRollout.model_validate(cr(weights={"transport": "Disk"}))) == plain
     assert revision(rollout()) != plain
-    restarting = ({"copies": 1}, {"medium": "Disk"}, {"bandwidthLimit": "1Gi"}, {"protocol": "Mooncake"})
+    restarting = ({"copies": 1}, {"medium": "Disk"}, {"bandwidthLimit": "1Gi"})
     for changed in ({"sizeLimit": "21Gi"}, *({**STAGING, **each} for each in restarting)):
         assert revision(rollout(staging=changed)) != revision(rollout())
     assert revision(

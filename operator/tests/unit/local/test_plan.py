@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from sglang_rollout.api.limits_spec import Limits
-from sglang_rollout.api.weights_spec import Staging, StagingProtocol, Transport, Weights
+from sglang_rollout.api.weights_spec import Staging, Transport, Weights
 from sglang_rollout.local.plan import Folders, Plan, count_ports, parse_engine
 from sglang_rollout.proxy.address import Address
 
@@ -97,14 +97,6 @@ def test_agents_and_the_weight_store_know_the_limit_of_the_bandwidth() -> None:
     plan = replace(STAGED, weights=Weights(transport=Transport.STAGED, staging=Staging(size_limit="1Gi", bandwidth_limit="10M")))
     limited = {child.name for child in plan.children(FOLDERS) if ("--staging-bandwidth-limit", "10000000") in pairwise(child.command)}
     assert limited == {"local-engine-0-agent", "local-engine-1-agent", "local-store"}
-
-
-def test_mooncake_is_for_the_weight_store_and_all_agents() -> None:
-    staging = Staging(size_limit="1Gi", protocol=StagingProtocol.MOONCAKE)
-    plan = replace(STAGED, weights=Weights(transport=Transport.STAGED, staging=staging))
-    names = {child.name for child in plan.children(FOLDERS) if "--mooncake" in child.command}
-    assert names == {"local-store", "local-engine-0-agent", "local-engine-1-agent"}
-    assert not any("--mooncake" in child.command for child in STAGED.children(FOLDERS))
 
 
 def test_every_process_is_a_target_of_prometheus_where_its_pod_serves_metrics() -> None:

@@ -186,8 +186,6 @@ def test_options_of_transport_staged_that_do_not_fit_are_refused(tmp_path: Path)
         assert "write 500Mi" in refused(*line, "--transport", "Staged", *state, *limit, "--staging-bandwidth-limit", "much")
         slow = ("--staging-bandwidth-limit", str(4 * 2**30 // 600))
         assert "--staging-bandwidth-limit is too low" in refused(*line, "--transport", "Staged", *state, *limit, *slow)
-        mooncake = ("--weights", '{"staging": {"protocol": "Mooncake"}}', "--staging-bandwidth-limit", "1Gi")
-        assert "cannot limit the bytes that Mooncake copies" in refused(*line, "--transport", "Staged", *state, *limit, *mooncake)
         assert "needs --state-dir" in refused(*line, "--transport", "Staged", *limit)
         text = refused(*line, "--transport", "Staged", *state, *limit)
         assert f"start it with the variable PYTHONPATH={tmp_path / 'loader'}" in text

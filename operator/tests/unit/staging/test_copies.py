@@ -387,22 +387,6 @@ async def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
         await copy.confirm_piece(1, 0)
 
 
-async def test_one_failed_call_before_a_removal_is_not_the_last(tmp_path: Path) -> None:
-    copy, made = fill(open_copy(tmp_path), SHARDS, random_version(SHARDS)), list[str]()
-
-    async def fail() -> None:
-        raise OSError("no map ends")
-
-    async def note() -> None:
-        made.append("made")
-
-    copy.before_removal += [fail, note]
-    with pytest.raises(OSError, match="no map ends"):
-        await copy.reset()
-    assert made == ["made"]
-    assert list(copy.folder.parent.iterdir()) == [copy.folder]
-
-
 async def test_a_piece_of_before_a_reset_is_refused(tmp_path: Path) -> None:
     copy, data = add_shards(open_copy(tmp_path), [shard(5)]), b"12345"
 
