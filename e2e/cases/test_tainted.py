@@ -22,7 +22,7 @@ SECRETS = [{"name": "registry"}]
 
 @pytest.fixture
 def tainted(kubectl: Kubectl, operator: Kubectl) -> Iterator[str]:
-    """Create a rollout whose engine and prefetch tolerate the taint, but not its router, and return its name."""
+    """Create a rollout whose engine tolerates the taint, but not its router, and return its name."""
     if os.environ.get("CLUSTER", "lab") != "lab":
         pytest.skip("only on the lab may every node be tainted")
     remove(kubectl, TAINTED)
@@ -32,7 +32,6 @@ def tainted(kubectl: Kubectl, operator: Kubectl) -> Iterator[str]:
     spec["model"] = {
         "path": "/models/tiny",
         "servedName": "tiny",
-        "prefetch": True,
         "volume": {"hostPath": f"{stand_in.SHARED}/tainted"},
         "download": {"command": ["sh", "-c", "mkdir -p $(MODEL_PATH)"]},
     }
@@ -61,10 +60,8 @@ def test_fleet_starts_on_tainted_nodes_when_its_router_tolerates_the_taint(kubec
     tolerant = {"scheduling": {"tolerations": TOLERATIONS}, "podTemplate": {"spec": {"imagePullSecrets": SECRETS}}}
     kubectl("patch", "sglr", tainted, "--type=merge", "-p", json.dumps({"spec": {"router": tolerant}}))
     eventually("the rollout is Ready", lambda: ready(kubectl, tainted), within=240, every=1)
-    prefetch = kubectl.get("sglr", tainted)["status"]["prefetch"]
-    assert prefetch["ready"] == prefetch["wanted"] == len(kubectl.list("nodes"))
     found = kubectl.list("pods", f"rollout.sglang.io/rollout={tainted}")
-    assert {pod["metadata"]["labels"]["app.kubernetes.io/component"] for pod in found} == {"engine", "router", "prefetch"}
+    assert {pod["metadata"]["labels"]["app.kubernetes.io/component"] for pod in found} == {"engine", "router"}
     assert all(pod["spec"]["imagePullSecrets"] == SECRETS for pod in found)
     with kubectl.forward(f"svc/{tainted}-router", 30000) as url:
         assert generate(url).status_code == 200

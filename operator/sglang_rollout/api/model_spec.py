@@ -90,12 +90,6 @@ class Model(ApiModel):
             " model.servedName.",
             field=".path",
         ),
-        rule(
-            "!self.prefetch || (has(self.volume) && has(self.volume.hostPath) && has(self.download))",
-            "model.prefetch fetches files onto nodes: it needs model.download, and model.volume with hostPath to put them into."
-            " A claim is filled by the first engine that starts.",
-            field=".prefetch",
-        ),
     )
 
     path: str = Field(min_length=1, max_length=4096, json_schema_extra=plain_path("model.path"))
@@ -105,9 +99,6 @@ class Model(ApiModel):
     """Volume of the model files. Without it they are in the image, in a mount of `podTemplate`, or on the network."""
     download: Download | None = None
     """Download the files before the engine starts: into `volume`, or into a volume that is deleted with the pod."""
-    prefetch: bool = False
-    """Download the files to all nodes that `scheduling` allows, before engines need them there; needs `download` and
-    `volume.hostPath`. It continues while the fleet has no engines (`replicas: 0`, `Suspended`)."""
     offline: bool = False
     """The engine sends no requests to Hugging Face (`HF_HUB_OFFLINE`, `TRANSFORMERS_OFFLINE`). A download may."""
     served_name: str | None = Field(default=None, min_length=1, max_length=256, pattern=r"^[^:\s]+$")

@@ -219,19 +219,6 @@ class NodeFailure(ApiModel):
     """Exit code and last telling line of the log."""
 
 
-class PrefetchStatus(ApiModel):
-    """Progress of `model.prefetch`."""
-
-    ready: int = 0
-    """Nodes that have the model."""
-    wanted: int = 0
-    """Nodes that should have the model."""
-    reason: Code = ""
-    """Why a node does not have the model, as a CamelCase code; empty if no node has a problem."""
-    message: Text = ""
-    """Why a node does not have the model, as a sentence."""
-
-
 class Endpoints(ApiModel):
     """URLs of the fleet."""
 
@@ -285,8 +272,6 @@ class RolloutStatus(ApiModel):
     """Nodes on which engines failed repeatedly (`scheduling.avoidNodes`)."""
     node_failures: list[NodeFailure] | None = Field(default=None, max_length=MAX_NODE_FAILURES)
     """Failures of engines that count towards avoiding their node; absent without `scheduling.avoidNodes`."""
-    prefetch: PrefetchStatus | None = None
-    """Progress of `model.prefetch`; absent without it."""
     endpoints: Endpoints | None = None
     """URLs of the fleet."""
 
@@ -417,16 +402,12 @@ class Reason(StrEnum):
     """The last weight update was committed without some engines (`weights.minCommitted`)."""
     NODES_AVOIDED = "NodesAvoided"
     """New engine pods are kept off a node (`scheduling.avoidNodes`)."""
-    PREFETCH_FAILED = "PrefetchFailed"
-    """A node could not download the model (`model.prefetch`)."""
     ADAPTER_FAILED = "AdapterFailed"
     """An engine could not load or unload an adapter."""
     ENGINES_FAILED = "EnginesFailed"
     """Engines failed repeatedly on a node."""
     UNSCHEDULABLE = "Unschedulable"
-    """No node takes the pod that downloads the model, or the pod of the weight store."""
-    DOWNLOAD_FAILED = "DownloadFailed"
-    """The download of the model failed on a node."""
+    """No node takes the pod of the weight store."""
 
 
 @dataclass(frozen=True)

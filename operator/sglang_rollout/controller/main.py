@@ -102,11 +102,10 @@ def allow_options(function: _F) -> _F:
 
     @wraps(function)
     def with_allowed(*, allow_host_path: tuple[str, ...], allow_service_account: tuple[str, ...], **options: Any) -> Any:
-        flags = {name: options.pop(f"allow_{name}") for name in ("host_network", "host_ipc", "privileged", "prefetch")}
+        flags = {name: options.pop(f"allow_{name}") for name in ("host_network", "host_ipc", "privileged")}
         return function(allowed=Allowed(allow_host_path, allow_service_account, **flags), **options)
 
     for option in (
-        _allow_flag("prefetch", "Rollouts may have a DaemonSet: model.prefetch."),
         _allow_flag("privileged", "Pods may have privileged or unconfined containers, and hostPID."),
         _allow_flag("host-ipc", "Pods may use the IPC namespace of their node."),
         _allow_flag("host-network", "Pods may use the network and ports of their node."),

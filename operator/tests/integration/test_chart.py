@@ -141,7 +141,6 @@ def test_flags_of_the_operator_follow_the_values(api: ControlPlane) -> None:
         "hostNetwork": True,
         "hostIPC": True,
         "privileged": True,
-        "prefetch": True,
     }
 
     def flags(*words: str) -> list[str]:
@@ -153,7 +152,7 @@ def test_flags_of_the_operator_follow_the_values(api: ControlPlane) -> None:
     wanted = ["--allow-host-path=/a", "--allow-host-path=/b", "--allow-service-account=ml/x"]
     assert flags("--set-json", f"allow={json.dumps(allow)}") == [
         *wanted,
-        *("--allow-host-ipc", "--allow-host-network", "--allow-prefetch", "--allow-privileged"),
+        *("--allow-host-ipc", "--allow-host-network", "--allow-privileged"),
     ]
 
 

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from sglang_rollout.controller.decide.allowed import Allowed
 
-ANYTHING = Allowed(host_paths=("/",), service_accounts=("mine",), host_network=True, host_ipc=True, privileged=True, prefetch=True)
+ANYTHING = Allowed(host_paths=("/",), service_accounts=("mine",), host_network=True, host_ipc=True, privileged=True)

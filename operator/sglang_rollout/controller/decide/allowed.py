@@ -12,7 +12,7 @@ from typing import Any
 
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.controller.render import names
-from sglang_rollout.kube.resources import DAEMONSETS, DEPLOYMENTS, STATEFULSETS, Object
+from sglang_rollout.kube.resources import DEPLOYMENTS, STATEFULSETS, Object
 
 HARMLESS_CAPABILITIES = frozenset(
     {
@@ -23,7 +23,7 @@ HARMLESS_CAPABILITIES = frozenset(
 )
 """Capabilities that need no flag: those of the Pod Security level "baseline", and ``IPC_LOCK``, which ``engine.rdma`` adds."""
 
-_WORKLOADS = frozenset({STATEFULSETS.kind, DEPLOYMENTS.kind, DAEMONSETS.kind})
+_WORKLOADS = frozenset({STATEFULSETS.kind, DEPLOYMENTS.kind})
 _CONFINED_TYPES = frozenset({"", "container_t", "container_init_t", "container_kvm_t", "container_engine_t"})
 """Types of SELinux that the level "baseline" admits."""
 _SAFE_SYSCTLS = frozenset(
@@ -53,8 +53,6 @@ class Allowed:
     """True if pods may use the IPC namespace of their node."""
     privileged: bool = False
     """True if containers may be privileged, unconfined, or see the processes of their node."""
-    prefetch: bool = False
-    """True if a rollout may have a DaemonSet (``model.prefetch``)."""
 
 
 NOTHING = Allowed()
@@ -93,8 +91,6 @@ def _find_needs(rollout: SGLangRollout, child: Object, allowed: Allowed) -> Iter
     metadata, spec = template.get("metadata") or {}, template["spec"]
     pods = f"{metadata['labels'][names.LABEL_COMPONENT]} pods"
     containers = [*(spec.get("initContainers") or []), *(spec.get("containers") or [])]
-    if child["kind"] == DAEMONSETS.kind and not allowed.prefetch:
-        yield Need("model.prefetch runs pods on every node", "--allow-prefetch", "allow.prefetch")
     for path in _host_paths(spec):
         if not is_below(path, allowed.host_paths):
             yield Need(f"{pods} mount {path} of their node", f"--allow-host-path={path}", "allow.hostPaths")

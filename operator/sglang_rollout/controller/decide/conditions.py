@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from sglang_rollout.api.status import AvoidedNode, ConditionType, EnginePhase, Finding, PrefetchStatus, Reason, find
+from sglang_rollout.api.status import AvoidedNode, ConditionType, EnginePhase, Finding, Reason, find
 from sglang_rollout.api.v1alpha1 import State
 from sglang_rollout.controller.decide.elastic import is_held_for_base
 from sglang_rollout.controller.decide.engine_status import (
@@ -67,7 +67,6 @@ class FleetSummary:
     """Why the plan could not be carried out."""
     avoided: Sequence[AvoidedNode] = ()
     """Nodes that engines must not use."""
-    prefetch: PrefetchStatus | None = None
 
     @cached_property
     def wanted(self) -> list[EngineReport]:
@@ -355,7 +354,7 @@ def _degraded(summary: FleetSummary) -> Finding:
     interruption = _find_interruption(summary)
     if interruption is not None and interruption[0] is Reason.TRAINER_LOST:
         return Finding(kind, "True", *interruption)
-    checks = (_check_certificate, _check_callers, _check_store, _check_last_update, _check_nodes, _check_prefetch, _check_snapshots)
+    checks = (_check_certificate, _check_callers, _check_store, _check_last_update, _check_nodes, _check_snapshots)
     if found := next(filter(None, (check(summary) for check in checks)), None):
         return Finding(kind, "True", *found)
     return Finding(kind, "False", Reason.AS_EXPECTED, "Nothing needs attention.")
@@ -405,14 +404,6 @@ def _check_nodes(summary: FleetSummary) -> tuple[Reason, str] | None:
     """Report avoided nodes, which may need repair even if the fleet runs without them."""
     message = " ".join(f"Node {row.node} is avoided until {row.until}: {row.message}" for row in summary.avoided)
     return (Reason.NODES_AVOIDED, message) if message else None
-
-
-def _check_prefetch(summary: FleetSummary) -> tuple[Reason, str] | None:
-    """Report a failed prefetch: a new engine would download the model itself, and fail as well."""
-    found = summary.prefetch
-    if found is None or not found.message:
-        return None
-    return Reason.PREFETCH_FAILED, f"{found.ready} of {found.wanted} nodes have the model: {found.message}"
 
 
 def _describe_group(summary: FleetSummary, worst: EngineReport) -> str:

@@ -114,7 +114,7 @@ class Pod:
 
     @cached_property
     def component(self) -> str:
-        """The part of the fleet that the pod belongs to: engine, router or prefetch."""
+        """The part of the fleet that the pod belongs to: engine, router or store."""
         return self.labels.get(names.LABEL_COMPONENT, "")
 
     @cached_property
@@ -206,7 +206,7 @@ class Pod:
             if ended:
                 # The kubelet restarts a container at once the first time, and backs off if it ends again soon after.
                 kind = TroubleKind.CRASH if failed_before or reason == CRASH_REASON else TroubleKind.RESTART
-                text = f"container {name} {describe_end(ended)}{_restarts(status)}"
+                text = f"container {name} {_describe_end(ended)}{_restarts(status)}"
                 return Trouble(kind, text, follows_other_pod=_follows_other_pod(ended))
         return self._pod_failure()
 
@@ -224,14 +224,7 @@ class Pod:
         if self.created and refusal and not failed:
             # The kubelet refused the pod, for example because a device that the scheduler had counted on is missing.
             return [EngineEnd(str(self.created), str(self.status.get("reason") or ""), refusal.text)]
-        return [EngineEnd(str(end["finishedAt"]), str(end.get("reason") or ""), describe_end(end)) for end in failed]
-
-    def last_failure(self, container: str) -> Object | None:
-        """Return how a container failed last, also while it is being retried."""
-        status = self._container_status(container)
-        ends = [(status.get(state) or {}).get("terminated") or {} for state in ("state", "lastState")]
-        newest = next((end for end in ends if end), {})
-        return newest if newest.get("exitCode") else None
+        return [EngineEnd(str(end["finishedAt"]), str(end.get("reason") or ""), _describe_end(end)) for end in failed]
 
     @cached_property
     def _container_statuses(self) -> list[Object]:
@@ -253,7 +246,7 @@ class Pod:
         """
         name, containers = str(status.get("name")), self.spec.get("initContainers") or []
         if any(container.get("name") == name and container.get("restartPolicy") != "Always" for container in containers):
-            return self.last_failure(name)
+            return _last_failure(status)
         return None if status.get("ready") or status.get("started") else _last_end(status)
 
     def _pod_failure(self) -> Trouble | None:
@@ -269,7 +262,7 @@ def count_designed_pods(statefulset: Object) -> int:
     return int(arguments[arguments.index(names.NODES_FLAG) + 1]) if names.NODES_FLAG in arguments else 1
 
 
-def describe_end(ended: Object) -> str:
+def _describe_end(ended: Object) -> str:
     """Return how a container ended: its exit code and the most informative line of its last output."""
     reason, code = str(ended.get("reason") or ""), ended.get("exitCode")
     how = "was killed for using more memory than its limit (OOMKilled)" if reason == "OOMKilled" else f"exited with code {code}"
@@ -292,6 +285,13 @@ def _container(pod_spec: Object, name: str) -> Object:
 def _follows_other_pod(ended: Object) -> bool:
     """Return True if the termination message has the agent's marker. The kubelet keeps nothing else of an ended container."""
     return is_group_restart(str(ended.get("message")))
+
+
+def _last_failure(status: Object) -> Object | None:
+    """Return how the container failed last, also while it is being retried."""
+    ends = [(status.get(state) or {}).get("terminated") or {} for state in ("state", "lastState")]
+    newest = next((end for end in ends if end), {})
+    return newest if newest.get("exitCode") else None
 
 
 def _last_end(status: Object) -> Object | None:

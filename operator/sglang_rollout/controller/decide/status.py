@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sglang_rollout.api.pod_template import DOWNLOAD_CONTAINER
 from sglang_rollout.api.status import (
     MAX_ADAPTER_NAME,
     MAX_ADAPTER_PATH,
@@ -17,7 +16,6 @@ from sglang_rollout.api.status import (
     EnginePhase,
     EngineStatus,
     LastUpdate,
-    PrefetchStatus,
     Reason,
     RecentUpdate,
     RolloutStatus,
@@ -28,18 +26,13 @@ from sglang_rollout.controller.decide.conditions import FleetSummary, describe_i
 from sglang_rollout.controller.decide.engine_status import EngineReport, format_version, report_engines
 from sglang_rollout.controller.decide.node_avoidance import decide_avoidance
 from sglang_rollout.controller.decide.plan import Failure
-from sglang_rollout.controller.decide.pods import Pod, TroubleKind, describe_end
 from sglang_rollout.controller.decide.view import FleetView, holds_committed
 from sglang_rollout.controller.render import names
-from sglang_rollout.kube.resources import Object
 from sglang_rollout.wire.ports import FLEET
-from sglang_rollout.wire.reasons import end_sentence
 from sglang_rollout.wire.record import EndedUpdate, Record
 from sglang_rollout.wire.states import Version
 
 _MAX_MESSAGE_CHARACTERS = 2000
-_PREFETCH_REASONS = {TroubleKind.IMAGE: Reason.IMAGE_PULL_FAILED, TroubleKind.CREATE: Reason.CREATE_FAILED}
-"""Reason of a prefetch that cannot start."""
 
 
 def build_status(fleet: FleetView, now: str, failure: Failure | None = None) -> dict[str, Any]:
@@ -56,8 +49,8 @@ def build_status(fleet: FleetView, now: str, failure: Failure | None = None) -> 
     if rollout is None:
         found = conditions(describe_invalid_spec(fleet.invalid), previous, generation=generation, now=now)
         return _dump(RolloutStatus(observed_generation=generation, selector=names.selector_string(fleet.name), conditions=found))
-    reports, nodes, prefetch = report_engines(fleet), decide_avoidance(fleet, now), _build_prefetch(fleet)
-    summary = FleetSummary(fleet, reports, failure, nodes.nodes, prefetch)
+    reports, nodes = report_engines(fleet), decide_avoidance(fleet, now)
+    summary = FleetSummary(fleet, reports, failure, nodes.nodes)
     return _dump(
         RolloutStatus(
             observed_generation=generation,
@@ -73,7 +66,6 @@ def build_status(fleet: FleetView, now: str, failure: Failure | None = None) -> 
             adapters=_build_adapters(fleet),
             avoided_nodes=list(nodes.nodes) or None,
             node_failures=list(nodes.failures) or None,
-            prefetch=prefetch,
             endpoints=_build_endpoints(fleet),
         )
     )
@@ -161,45 +153,6 @@ def _build_adapters(fleet: FleetView) -> list[AdapterStatus]:
 def _count_newer(record: Record, version: Version) -> int:
     """Return how many servable versions were committed after ``version``."""
     return sum((newer.run, newer.step) > (version.run, version.step) for newer in record.history)
-
-
-def _build_prefetch(fleet: FleetView) -> PrefetchStatus | None:
-    """Return ``status.prefetch``; None without ``model.prefetch``, and until the number of wanted nodes is known."""
-    rollout = fleet.rollout
-    if rollout is None or not rollout.spec.model.prefetch:
-        return None
-    live = fleet.child("DaemonSet", names.prefetch_name(rollout.name))
-    status = (live or {}).get("status") or {}
-    if live is None or status.get("observedGeneration") != live["metadata"].get("generation"):
-        return None
-    # Counted from the pods, because the DaemonSet's own count includes pods that still hold the previous model.
-    current = [pod for _, pod in sorted(fleet.pods.items()) if _holds_current_model(pod, live)]
-    problems = [(problem[0], f"{pod.label}: {problem[1]}") for pod in current if (problem := _find_prefetch_problem(pod))]
-    more = f" ({len(problems) - 1} more)" if len(problems) > 1 else ""
-    return PrefetchStatus(
-        ready=sum(pod.is_ready for pod in current),
-        wanted=int(status.get("desiredNumberScheduled") or 0),
-        reason=problems[0][0].value if problems else "",
-        message=end_sentence(problems[0][1]) + more if problems else "",
-    )
-
-
-def _holds_current_model(pod: Pod, daemon_set: Object) -> bool:
-    wanted = daemon_set["spec"]["template"]["metadata"]["labels"]
-    if pod.is_terminating or pod.component != wanted[names.LABEL_COMPONENT]:
-        return False
-    return pod.revision == str(wanted[names.LABEL_REVISION])
-
-
-def _find_prefetch_problem(pod: Pod) -> tuple[Reason, str] | None:
-    """Return why a pod has not fetched the model. A failed download stays a problem during retries, so that the status is stable."""
-    if pod.is_ready:
-        return None
-    if ended := pod.last_failure(DOWNLOAD_CONTAINER):
-        return Reason.DOWNLOAD_FAILED, f"the download {describe_end(ended)}"
-    if trouble := pod.find_trouble():
-        return _PREFETCH_REASONS.get(trouble.kind, Reason.DOWNLOAD_FAILED), trouble.text
-    return (Reason.UNSCHEDULABLE, f"no room for its pod: {pod.scheduler_message}") if pod.scheduler_message else None
 
 
 def _build_endpoints(fleet: FleetView) -> Endpoints:

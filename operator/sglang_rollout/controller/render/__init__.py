@@ -11,7 +11,6 @@ from sglang_rollout.controller.render.engines import engine_statefulsets
 from sglang_rollout.controller.render.fleet_objects import control_secret, credentials_secret, intent, rbac, services, weights
 from sglang_rollout.controller.render.network_policies import network_policies
 from sglang_rollout.controller.render.placement import pod_groups
-from sglang_rollout.controller.render.prefetch import prefetch
 from sglang_rollout.controller.render.router import router_deployment
 from sglang_rollout.controller.render.store import store_objects
 
@@ -49,7 +48,6 @@ def render_all(
         *services(rollout),
         *store_objects(rollout, settings, is_protected=is_store_protected),
         router_deployment(rollout, settings),
-        *prefetch(rollout, settings),
         *pod_groups(rollout, members),
         *engine_statefulsets(rollout, settings, avoided),
     ]

@@ -32,8 +32,6 @@ def revision(rollout: SGLangRollout, engine: int = 0) -> str:
     written.get("engine", {}).get("lora", {}).pop("adapters", None)
     if rollout.spec.engine.lora is not None and not rollout.spec.engine.lora.enabled:
         del written["engine"]["lora"]
-    # Downloads files; engines do not change.
-    written.get("model", {}).pop("prefetch", None)
     # Decides where engines run next; engines do not change.
     scheduling = written.get("scheduling", {})
     if scheduling.pop("avoidNodes", None) is not None and not scheduling:

@@ -10,7 +10,6 @@ from sglang_rollout.api.network_spec import BLOCK
 from sglang_rollout.api.scheduling_spec import POD_GROUP_LABEL
 from sglang_rollout.kube.resources import (
     CONFIGMAPS,
-    DAEMONSETS,
     DEPLOYMENTS,
     DISRUPTION_BUDGETS,
     NETWORK_POLICIES,
@@ -32,7 +31,7 @@ LABEL_ROLLOUT = f"{api.GROUP}/rollout"
 LABEL_ENGINE = f"{api.GROUP}/engine"
 """On the objects of one engine: name of its StatefulSet."""
 LABEL_REVISION = f"{api.GROUP}/revision"
-"""Hash of the spec that a pod was created from. On engine pods: of the user's spec. On prefetch pods: of the pod's own spec."""
+"""Hash of the spec that a pod was created from. On engine pods: of the user's spec. On the weight store's pod: of the pod's own spec."""
 LABEL_COMPONENT = "app.kubernetes.io/component"
 LABEL_QUEUE = "kueue.x-k8s.io/queue-name"
 """On StatefulSets of engines: name of the LocalQueue of Kueue."""
@@ -52,7 +51,6 @@ NODES_FLAG = "--nnodes"
 
 COMPONENT_ENGINE = "engine"
 COMPONENT_ROUTER = "router"
-COMPONENT_PREFETCH = "prefetch"
 COMPONENT_STORE = "store"
 
 INTENT_KEY = "intent.json"
@@ -104,14 +102,14 @@ PUBLIC_KEYS_DIR = "/etc/sglang-rollout/public-keys"
 
 CHILD_KINDS = (
     *(SERVICEACCOUNTS, ROLES, ROLEBINDINGS, NETWORK_POLICIES, SECRETS, CONFIGMAPS),
-    *(SERVICES, DEPLOYMENTS, DAEMONSETS, STATEFULSETS, DISRUPTION_BUDGETS),
+    *(SERVICES, DEPLOYMENTS, STATEFULSETS, DISRUPTION_BUDGETS),
 )
 """Kinds of children, which are healed. PodGroups are children, too, but only clusters with coscheduling know the kind."""
 
 LISTED_KINDS = tuple(kind for kind in CHILD_KINDS if kind is not SECRETS)
 """Kinds that the operator lists by label and watches. It reads its Secrets by their names, and has no right to list Secrets."""
 
-PRUNED_KINDS = frozenset(kind.kind for kind in (NETWORK_POLICIES, SERVICES, DAEMONSETS, STATEFULSETS, DISRUPTION_BUDGETS, POD_GROUPS))
+PRUNED_KINDS = frozenset(kind.kind for kind in (NETWORK_POLICIES, SERVICES, STATEFULSETS, DISRUPTION_BUDGETS, POD_GROUPS))
 """Kinds of children that a changed spec no longer wants. The operator has no right to delete children of other kinds."""
 
 
@@ -154,11 +152,6 @@ def router_name(rollout: str) -> str:
 def generate_service(rollout: str) -> str:
     """Return the name of the Service that serves data paths only."""
     return f"{rollout}-generate"
-
-
-def prefetch_name(rollout: str) -> str:
-    """Return the name of the DaemonSet that downloads the model on nodes."""
-    return f"{rollout}-prefetch"
 
 
 def store_name(rollout: str) -> str:

@@ -28,7 +28,6 @@ _DEFAULTS = {
     "coordinator": _Defaults("100m", "128Mi", "1Gi"),
     "batches": _Defaults("50m", "128Mi", "6Gi"),
     "download": _Defaults("100m", "256Mi", "8Gi"),
-    "prefetch": _Defaults("1m", "8Mi", "32Mi"),
     "package": _Defaults("50m", "64Mi", "256Mi"),
     "store": _Defaults("500m", "1Gi", "4Gi"),
 }
@@ -36,8 +35,8 @@ _DEFAULTS = {
 
 The memory limits are at least twice the resident memory that ``python -m bench.memory`` measures at the largest permitted load, because the
 buffers of sockets count, too; docs/develop/benchmarks.md has the figures. The limit of smg is twice the memory for 1,024 requests of 1 MiB
-at a time. The memory of a download depends on its command. The container of a prefetch pod only waits. The limit of the store is an
-estimate: it is for torch in one process for each process group, and comes on top of the memory of versions.
+at a time. The memory of a download depends on its command. The limit of the store is an estimate: it is for torch in one process for
+each process group, and comes on top of the memory of versions.
 """
 
 

@@ -24,16 +24,10 @@ def engine(image: str, nodes: int) -> dict[str, Any]:
     return {"image": image, "gpuResource": ""} | ({"nodes": nodes, "parallelism": {"tensor": 4}} if nodes > 1 else {})
 
 
-PREFETCHED = {
-    "path": "/models/a",
-    "prefetch": True,
-    "volume": {"hostPath": "/data/models"},
-    "download": {"command": ["fetch", "$(MODEL_PATH)"]},
-}
 specs: st.SearchStrategy[Object] = st.fixed_dictionaries(
     {
         "replicas": st.integers(0, 4),
-        "model": st.sampled_from([{"path": "/models/a"}, {"path": "/models/b"}, PREFETCHED]),
+        "model": st.sampled_from([{"path": "/models/a"}, {"path": "/models/b"}]),
         "engine": st.builds(engine, images, st.sampled_from([1, 1, 2, 4])),
         "router": st.builds(lambda policy: {"policy": policy}, st.sampled_from(["CacheAware", "Random"])),
     }
@@ -78,7 +72,6 @@ def test_any_state_converges_and_a_second_pass_plans_nothing(first: Any, then: A
         assert cluster.plan().requeue_after is None
     engines = {name for kind, name in cluster.objects if kind == "StatefulSet"}
     assert engines == {f"demo-engine-{index}" for index in range(then["replicas"])}
-    assert (("DaemonSet", "demo-prefetch") in cluster.objects) is ("prefetch" in then["model"])
 
 
 @given(then=specs.filter(lambda spec: spec["replicas"] >= 3))
@@ -300,19 +293,3 @@ def test_deleted_or_invalid_rollout_has_an_empty_plan() -> None:
     cluster = Cluster(unreadable)
     assert "engine.image" in cluster.observe().invalid
     assert cluster.plan().actions == ()
-
-
-def test_prefetch_does_not_depend_on_engines() -> None:
-    without = {key: value for key, value in PREFETCHED.items() if key != "prefetch"}
-    cluster = Cluster(rollout(model=without))
-    cluster.converge()
-    pods = {name: found["metadata"]["uid"] for name, found in cluster.pods.items()}
-    for model in (PREFETCHED, without, PREFETCHED):
-        cluster.edit_spec({**cluster.cr["spec"], "model": model})
-        cluster.converge()
-        assert (("DaemonSet", "demo-prefetch") in cluster.objects) is (model is PREFETCHED)
-        assert {name: found["metadata"]["uid"] for name, found in cluster.pods.items()} == pods
-    cluster.edit_spec({**cluster.cr["spec"], "state": "Suspended"})
-    cluster.converge()
-    assert not cluster.pods
-    assert ("DaemonSet", "demo-prefetch") in cluster.objects

@@ -29,14 +29,6 @@ def on_pod(**fields: Any) -> Object:
     return {"podTemplate": {"spec": fields}}
 
 
-PREFETCH = {
-    "model": {
-        "path": "/models/tiny",
-        "volume": {"hostPath": "/data/models"},
-        "download": {"image": "example.org/fetch:1", "command": ["fetch"]},
-        "prefetch": True,
-    }
-}
 HOST_PATHS = {"volumes": [{"name": "data", "hostPath": {"path": "/data/models"}}]}
 ENGINE_NETWORK = {"engine": {"image": "e:1", "gpuResource": "", "network": {"hostNetwork": True}}}
 CASES = [
@@ -48,7 +40,6 @@ CASES = [
         "allow.hostPaths",
         Allowed(host_paths=("/var/cache/",)),
     ),
-    (PREFETCH, "--allow-prefetch", "allow.prefetch", Allowed(host_paths=("/data/models",), prefetch=True)),
     (
         on_pod(serviceAccountName="admin"),
         "--allow-service-account=default/admin",
@@ -174,13 +165,13 @@ def test_flags_reach_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append(settings)
 
     monkeypatch.setattr(main, "run", run)
-    words = ["--allow-host-path=/a", "--allow-host-path=/b", "--allow-service-account=ml/x", "--allow-host-ipc", "--allow-prefetch"]
+    words = ["--allow-host-path=/a", "--allow-host-path=/b", "--allow-service-account=ml/x", "--allow-host-ipc"]
     assert CliRunner().invoke(main.command, words).exit_code == 0
     assert CliRunner().invoke(main.command, []).exit_code == 0
     environment = {"SGLANG_ROLLOUT_ALLOW_HOST_PATHS": "/a /b", "SGLANG_ROLLOUT_ALLOW_PRIVILEGED": "1"}
     assert CliRunner().invoke(main.command, ["--allow-host-network"], env=environment).exit_code == 0
     assert [settings.allowed for settings in seen] == [
-        Allowed(host_paths=("/a", "/b"), service_accounts=("ml/x",), host_ipc=True, prefetch=True),
+        Allowed(host_paths=("/a", "/b"), service_accounts=("ml/x",), host_ipc=True),
         NOTHING,
         Allowed(host_paths=("/a", "/b"), host_network=True, privileged=True),
     ]

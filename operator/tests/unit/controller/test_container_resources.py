@@ -19,7 +19,7 @@ from tests.support.paths import REPOSITORY
 from tests.unit.controller.support.worlds import SETTINGS, cr
 from tests.unit.proxy.test_config import FRONT
 
-OWN = {"gate", "agent", "front", "smg", "coordinator", "batches", "download", "prefetch"}
+OWN = {"gate", "agent", "front", "smg", "coordinator", "batches", "download"}
 CASES = sorted((REPOSITORY / "operator/tests/golden/in").glob("*.yaml"))
 
 

@@ -12,7 +12,7 @@ from tests.support.allowed import ANYTHING
 from tests.unit.controller.support.worlds import SETTINGS, condition, cr, status_of
 
 REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
-PREFETCH = {"path": "/models/a", "volume": {"hostPath": "/d"}, "download": {"command": ["x"]}, "prefetch": True}
+DOWNLOADED = {"path": "/models/a", "volume": {"hostPath": "/d"}, "download": {"command": ["x"]}}
 
 
 def engine(**fields: Any) -> dict[str, Any]:
@@ -28,7 +28,7 @@ CASES: list[tuple[dict[str, Any], str]] = [
     (engine(ports=["8080"]), "spec.podTemplate.spec.containers[0].ports[0] must be a map"),
     (engine(ports=[{"containerPort": [1]}]), "ports[0].containerPort must be a number, not a list"),
     (engine(resources=[]), "spec.podTemplate.spec.containers[0].resources must be a map"),
-    ({"podTemplate": {"spec": {"affinity": ["x"]}}, "model": PREFETCH}, "spec.podTemplate.spec.affinity must be a map of fields"),
+    ({"podTemplate": {"spec": {"affinity": ["x"]}}}, "spec.podTemplate.spec.affinity must be a map of fields"),
     ({"podTemplate": {"spec": {"resourceClaims": "x"}}}, "spec.podTemplate.spec.resourceClaims must be a list"),
     (
         {"scheduling": {"affinity": {"podAffinity": [{"a": 1}]}, "topologyKey": "rack"}},
@@ -63,7 +63,7 @@ def test_misshapen_field_is_named(spec: dict[str, Any], says: str) -> None:
         engine(resources=None, env=None, livenessProbe=None),
         engine(env=[{"name": "A", "valueFrom": {"x": 1}}], ports=[{"containerPort": 1}], volumeMounts=[{"name": "a", "mountPath": "/a"}]),
         {"podTemplate": {"spec": {"affinity": None, "nodeSelector": {"env": "prod", "ports": "none"}}}},
-        {"podTemplate": {"spec": {"initContainers": [{"name": "download", "volumeMounts": [{"mountPath": "/x"}]}]}}, "model": PREFETCH},
+        {"podTemplate": {"spec": {"initContainers": [{"name": "download", "volumeMounts": [{"mountPath": "/x"}]}]}}, "model": DOWNLOADED},
         {"scheduling": {"affinity": {"podAffinity": {REQUIRED: [{"topologyKey": "a"}]}}, "topologyKey": "rack"}},
     ],
 )

@@ -46,14 +46,13 @@ def router_pod(rollout: str) -> Actor:
 
 ROUTER, ENGINE, SECOND_RANK, OTHER_ENGINE = router_pod("demo"), engine_pod("demo", 0), engine_pod("demo", 0, 1), engine_pod("demo", 1)
 STORE = Actor("demo-store-0", OWN, names.labels("demo", names.COMPONENT_STORE))
-PREFETCH = Actor("demo-prefetch", OWN, names.labels("demo", names.COMPONENT_PREFETCH))
 FOREIGN = (router_pod("foreign"), engine_pod("foreign", 0))
 TRAINER, SAMPLER = Actor("trainer", OWN, {"app": "trainer"}), Actor("sampler", OWN, {"app": "sampler"})
 TRAINER_ELSEWHERE, SAMPLER_ELSEWHERE = Actor("trainer", OTHER, {"app": "trainer"}), Actor("sampler", OTHER, {"app": "sampler"})
 GATEWAY, PROMETHEUS = Actor("gateway", GATEWAYS, {"app": "gateway"}), Actor("prometheus", MONITORING, {"app": "prometheus"})
 NODE, OUTSIDE = Actor("process of a node", address="192.168.7.4"), Actor("process outside", address="203.0.113.9")
 CALLERS = (TRAINER, SAMPLER, TRAINER_ELSEWHERE, SAMPLER_ELSEWHERE, GATEWAY, PROMETHEUS, NODE, OUTSIDE)
-PODS_OF_ROLLOUTS = (ROUTER, ENGINE, SECOND_RANK, OTHER_ENGINE, STORE, PREFETCH, *FOREIGN)
+PODS_OF_ROLLOUTS = (ROUTER, ENGINE, SECOND_RANK, OTHER_ENGINE, STORE, *FOREIGN)
 ACTORS = (*CALLERS, *PODS_OF_ROLLOUTS)
 TARGETS = {"router pod": (ROUTER,), "engine pods": (ENGINE, SECOND_RANK, OTHER_ENGINE), "store pod": (STORE,)}
 PORTS = (
@@ -318,9 +317,7 @@ def test_no_pod_of_another_rollout_reaches_control_paths_weights_or_probes(case:
     policies = network_policies(case.rollout)
     reached = {
         port
-        for source, target, port in itertools.product(
-            (*FOREIGN, PREFETCH), (ROUTER, ENGINE, *((STORE,) if case.is_staged() else ())), PORTS
-        )
+        for source, target, port in itertools.product(FOREIGN, (ROUTER, ENGINE, *((STORE,) if case.is_staged() else ())), PORTS)
         if admits(policies, source, target, port) and not (case.is_on_node() and target is ENGINE)
     }
     assert reached <= {ports.GENERATE_PORT}

@@ -10,7 +10,6 @@ from sglang_rollout.api.pod_template import ROUTER_CONTAINERS
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.controller.decide.view import FleetView
 from sglang_rollout.controller.render import names
-from sglang_rollout.controller.render.prefetch import prefetch
 from sglang_rollout.controller.render.router import router_deployment
 from tests.unit.controller.support.worlds import SETTINGS, Object, condition, cr, pod, ready, record, row, status_of, unschedulable, world
 
@@ -70,12 +69,3 @@ def test_overlay_keeps_the_labels_of_the_router_pod() -> None:
     assert annotations["note"] == "y"
     other = template(serviceAccountAnnotations={"role": "b"})["metadata"]["annotations"]
     assert annotations[names.ANNOTATION_ACCOUNT] not in {"x", other[names.ANNOTATION_ACCOUNT]}
-
-
-def test_changed_account_annotations_recreate_prefetch_pods() -> None:
-    def revision(**engine: Any) -> str:
-        model = {"path": "/models/a", "volume": {"hostPath": "/d"}, "download": {"command": ["x"]}, "prefetch": True}
-        made = prefetch(SGLangRollout.model_validate(cr(model=model, engine={"image": "i", **engine})), SETTINGS)
-        return str(made[0]["spec"]["template"]["metadata"]["labels"][names.LABEL_REVISION])
-
-    assert revision(serviceAccountAnnotations={"role": "a"}) != revision(serviceAccountAnnotations={"role": "b"})
