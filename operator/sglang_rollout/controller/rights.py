@@ -28,7 +28,7 @@ OPERATOR_RULES: list[Object] = [
     # delete: pods of an outdated engine, in a rolling update.
     {"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch", "delete"]},
     {"apiGroups": ["apps"], "resources": ["deployments"], "verbs": _HEAL},
-    {"apiGroups": ["apps"], "resources": ["daemonsets", "statefulsets"], "verbs": _PRUNE},
+    {"apiGroups": ["apps"], "resources": ["statefulsets"], "verbs": _PRUNE},
     {"apiGroups": ["rbac.authorization.k8s.io"], "resources": ["roles", "rolebindings"], "verbs": _HEAL},
     {"apiGroups": ["networking.k8s.io"], "resources": ["networkpolicies"], "verbs": _PRUNE},
     {"apiGroups": ["policy"], "resources": ["poddisruptionbudgets"], "verbs": _PRUNE},

@@ -41,7 +41,6 @@ def find_mounted_secrets(pod: Mapping[str, Any]) -> frozenset[str]:
 ROLLOUTS = Resource("rollout.sglang.io/v1alpha1", "sglangrollouts", "SGLangRollout")
 STATEFULSETS = Resource("apps/v1", "statefulsets", "StatefulSet")
 DEPLOYMENTS = Resource("apps/v1", "deployments", "Deployment")
-DAEMONSETS = Resource("apps/v1", "daemonsets", "DaemonSet")
 PODS = Resource("v1", "pods", "Pod")
 CONFIGMAPS = Resource("v1", "configmaps", "ConfigMap")
 SERVICES = Resource("v1", "services", "Service")
@@ -63,7 +62,6 @@ _ALL = (
     PODS,
     STATEFULSETS,
     DEPLOYMENTS,
-    DAEMONSETS,
     CONFIGMAPS,
     SERVICES,
     SECRETS,

@@ -20,7 +20,7 @@ from tests.integration.controller.support.operator_process import World, eventua
 pytestmark = [pytest.mark.controlplane]
 
 SETTINGS = Settings(coordinator_image="example.org/coordinator:1", router_image="example.org/router:1")
-PREFETCH = {"path": "/models/m", "volume": {"hostPath": "/data/m"}, "download": {"command": ["fetch"]}, "prefetch": True}
+MODEL = {"path": "/models/m", "volume": {"hostPath": "/data/m"}, "download": {"command": ["fetch"]}}
 Change = Callable[[Object], Any]
 
 
@@ -69,7 +69,6 @@ OTHER_CHANGES: list[tuple[str, Change, str]] = [
     ("Service", lambda obj: obj["spec"].update(externalIPs=["192.0.2.1"]), "only Services inside the cluster"),
     ("Role", more_rights, "only the rights of a coordinator"),
     ("RoleBinding", lambda obj: obj["subjects"][0].update(name="other"), "only the Role of a router"),
-    ("DaemonSet", lambda _: None, "allow.prefetch"),
 ]
 
 
@@ -106,7 +105,7 @@ def invade(api: ControlPlane, world: World, install_chart: InstallChart) -> Inva
     """Return a function that installs the chart with values and takes the operator's credentials."""
 
     async def invade(*values: str) -> Intruder:
-        live = await world.kube.create(rollout("demo", world.namespace, model=PREFETCH))
+        live = await world.kube.create(rollout("demo", world.namespace, model=MODEL))
         intruder = Intruder(api, install_chart(*values), live)
         # RBAC reads the Role before it admits a RoleBinding.
         api.kubectl("apply", "-f", "-", stdin=json.dumps(intruder.child("Role")))
@@ -131,14 +130,15 @@ async def test_policy_bounds_what_the_operator_may_create(invade: Invade) -> Non
         assert message in intruder.create_changed("StatefulSet", change)
     for kind, change, message in OTHER_CHANGES:
         assert message in intruder.create_changed(kind, change), kind
+    daemon_set = intruder.child("Deployment") | {"kind": "DaemonSet"}
+    assert 'cannot patch resource "daemonsets"' in intruder.create(daemon_set)
 
 
 async def test_values_widen_the_policy(invade: Invade) -> None:
-    flags = [f"allow.{name}=true" for name in ("hostNetwork", "hostIPC", "privileged", "prefetch")]
+    flags = [f"allow.{name}=true" for name in ("hostNetwork", "hostIPC", "privileged")]
     intruder = await invade('allow.hostPaths=["/"]', 'allow.serviceAccounts=["admin", "default"]', *flags)
     for change, message in POD_CHANGES:
         assert message not in intruder.create_changed("StatefulSet", change)
-    assert intruder.create(intruder.child("DaemonSet")) == ""
 
 
 async def test_policy_protects_objects_of_others(invade: Invade, world: World, api: ControlPlane) -> None:
