@@ -129,6 +129,7 @@ CONTROL_CALLS = (
     ("GET", FLEET),
     ("GET", FLEET_TENSORS),
     ("GET", "/workers"),
+    ("GET", "/list_workers"),
     ("GET", "/get_weights_by_name"),
     ("POST", "/get_weights_by_name"),
     ("POST", "/unknown"),

@@ -287,20 +287,20 @@ async def get_load(request: web.Request) -> web.Response:
 
 
 async def get_workers(request: web.Request) -> web.Response:
-    """Return the engines as routers list their workers. Trainers abort and poll each engine directly."""
+    """Return the fleet's URL as the only worker of a router.
+
+    Trainers abort requests at each worker, and read its load. The gates of engines refuse such calls, and this URL sends them to all engines.
+    """
     parts = request.app[PARTS]
-    workers = [
-        {
-            "id": member.name,
-            "url": member.url,
-            "worker_type": "regular",
-            "is_healthy": member.gate_open,
-            "status": "ready" if member.gate_open else "not_ready",
-        }
-        for member in make_document(parts).members
-        if member.url
-    ]
-    return web.json_response({"workers": workers, "total": len(workers)})
+    is_healthy = any(engine.serving for engine in parts.machine.fleet.engines.values())
+    status = "ready" if is_healthy else "not_ready"
+    worker = {"id": parts.name, "url": parts.public_url, "worker_type": "regular", "is_healthy": is_healthy, "status": status}
+    return web.json_response({"workers": [worker], "total": 1})
+
+
+async def list_workers(request: web.Request) -> web.Response:
+    """Return the same in the shape of older routers."""
+    return web.json_response({"urls": [request.app[PARTS].public_url]})
 
 
 async def _loads(parts: Parts) -> list[dict[str, Any]]:
@@ -355,4 +355,5 @@ routes = [
     web.get("/v1/loads", get_loads),
     web.get("/get_load", get_load),
     web.get("/workers", get_workers),
+    web.get("/list_workers", list_workers),
 ]

@@ -312,7 +312,8 @@ async def test_reading_calls_show_the_fleet_as_one_server(lab: Lab) -> None:
     assert [load["num_reqs"] for load in (await lab.get("/get_load"))[2]] == [3, 3]
     assert len((await lab.get("/v1/loads?include=core"))[2]["loads"]) == 2
     assert (await lab.get("/v1/models"))[2]["data"][0]["id"] == "m"
-    assert len((await lab.get("/workers"))[2]["workers"]) == 2
+    assert [(worker["url"], worker["is_healthy"]) for worker in (await lab.get("/workers"))[2]["workers"]] == [(lab.url, True)]
+    assert (await lab.get("/list_workers"))[2] == {"urls": [lab.url]}
     assert (await lab.post("/workers", {"url": lab.url}))[0] == 202
     assert (await lab.get("/health"))[0] == 200
     assert (await lab.call("GET", "/health", {}))[0] == 200, "some trainers send a body"

@@ -7,6 +7,7 @@ time sees no tokens of another version than the label says, and none of the old 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -315,3 +316,22 @@ def test_a_request_that_would_end_an_engine_is_refused_with_the_reason(lab: Flee
     assert (reply.status_code, reply.json()["error"]["code"]) == (400, "would_end_the_engine"), reply.text
     assert lab.everywhere() == before
     assert lab.document()["serving"] == 2
+
+
+@pytest.mark.parametrize("path", ["/workers", "/list_workers"])
+def test_an_abort_at_each_worker_of_the_router_ends_the_requests_of_all_engines(lab: Fleet, path: str) -> None:
+    """slime and miles list the workers at the end of a rollout, and repeat the abort at each worker until it succeeds."""
+    before = lab.everywhere()
+    body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1500, "ignore_eos": True}}
+    with ThreadPoolExecutor(8) as pool:
+        running = [pool.submit(requests.post, f"{lab.url}/generate", json=body, timeout=120) for _ in range(8)]
+        with trainer(lab, 0) as t:
+            while min(load["num_running_reqs"] for load in t.get("/get_load")) == 0:  # the test's timeout ends it
+                assert not any(each.done() for each in running)
+            found = t.get(path)
+            workers = found["urls"] if "urls" in found else [worker["url"] for worker in found["workers"]]
+            replies = [requests.post(f"{url}/abort_request", json={"abort_all": True}, timeout=30) for url in workers]
+        assert [reply.status_code for reply in replies] == [200] * len(workers)
+        reasons = [each.result(60).json()["meta_info"]["finish_reason"]["type"] for each in running]
+    assert reasons == ["abort"] * 8
+    assert lab.everywhere() == before

@@ -17,7 +17,7 @@ def test_every_data_route_is_a_data_path() -> None:
 
 def test_reads_that_show_weights_engines_or_addresses_are_control_paths() -> None:
     shown = {route.path for route in info_routes if kind_of_path(route.path) is PathKind.CONTROL}
-    assert shown == {FLEET, FLEET_CALLER, FLEET_SERVING, FLEET_TENSORS, "/get_weights_by_name", "/workers"}
+    assert shown == {FLEET, FLEET_CALLER, FLEET_SERVING, FLEET_TENSORS, "/get_weights_by_name", "/workers", "/list_workers"}
 
 
 @pytest.mark.parametrize("path", ["/generate/", "/GENERATE", "//health", "/unknown", "", "/v1/modelsx"])
