@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
+from typing import Any
 
 from sglang_rollout.sglang.api import CHAT_COMPLETIONS, COMPLETIONS, GENERATE
 
@@ -35,6 +36,18 @@ def body_fields(source: Path) -> dict[str, list[str]]:
     sampling = [f"sampling_params.{name}" for name in _class_fields(source, *_SAMPLING)]
     fields = {path: _class_fields(source, *place) for path, place in CLASSES.items()}
     return {path: names + sampling if "sampling_params" in names else names for path, names in fields.items()}
+
+
+def field_defaults(source: Path) -> dict[str, Any]:
+    """Return the default of each field of ``/generate``, with names as :func:`body_fields` has them. Only literals: no default is None."""
+    found = _class_defaults(source, *CLASSES[GENERATE])
+    return found | {f"sampling_params.{name}": value for name, value in _class_defaults(source, *_SAMPLING).items()}
+
+
+def _class_defaults(source: Path, file: str, name: str) -> dict[str, Any]:
+    node = next(node for node in ast.parse((source / file).read_text()).body if isinstance(node, ast.ClassDef) and node.name == name)
+    values = {part.target.id: part.value for part in node.body if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name)}
+    return {name: value.value if isinstance(value, ast.Constant) else None for name, value in values.items()}
 
 
 def _class_fields(source: Path, file: str, name: str) -> list[str]:

@@ -26,7 +26,7 @@ from sglang_rollout.batches.serving import ServingView
 from sglang_rollout.batches.split import BatchError, Item, encode, join, parse, split
 from sglang_rollout.batches.streams import BatchStream, Send, run_bounded
 from sglang_rollout.sglang.api import CHAT_COMPLETIONS, COMPLETIONS, DIRECT_PATHS, GENERATE
-from sglang_rollout.sglang.smg_limits import should_bypass_smg
+from sglang_rollout.sglang.smg_limits import IGNORED_FIELDS, should_bypass_smg
 from sglang_rollout.wire.access import CALLER_HEADER, RELAYED_AUTHORIZATION_HEADER, RELAYED_CALLER_HEADER
 from sglang_rollout.wire.ports import BROKEN_HEADER, VERSION_HEADER
 
@@ -139,6 +139,10 @@ async def generate(request: web.Request) -> web.StreamResponse:
     """``POST /generate``: split a batch, forward any other body."""
     data = await _read_body(request)
     body = _parse(request, data)
+    if ignored := [key for key in IGNORED_FIELDS if key in body]:
+        for key in ignored:
+            del body[key]
+        data = encode(body)
     batch = split(body, request.app[PARTS].limits)
     if batch is None:
         bypass = should_bypass_smg(request.path, body)

@@ -27,6 +27,10 @@ DROPPED_SAMPLING_PARAMETERS = (
     *("stop_regex", "stream_interval", "structural_tag", "watermark"),
 )
 """Keys of ``sampling_params`` that SGLang knows and smg drops."""
+MEANINGFUL_NULLS = ("max_new_tokens",)
+"""Keys of ``sampling_params`` whose null SGLang tells from a missing key (no limit, in place of 128 tokens). smg drops all nulls."""
+IGNORED_FIELDS = ("model",)
+"""Keys of a body of ``/generate`` that SGLang ignores. smg refuses null there, and looks for an engine with that model."""
 CHAT_MAXIMA = {"n": 10, "top_logprobs": 20, "temperature": 2}
 COMPLETIONS_MAXIMA = {"n": 128, "logprobs": 20, "temperature": 2}
 """The largest values that smg accepts."""
@@ -44,7 +48,9 @@ def should_bypass_smg(path: str, body: Any) -> bool:
         return False
     if path == GENERATE:
         params = body.get("sampling_params")
-        return isinstance(params, Mapping) and not params.keys() <= FORWARDED_SAMPLING_PARAMETERS
+        if not isinstance(params, Mapping):
+            return False
+        return not params.keys() <= FORWARDED_SAMPLING_PARAMETERS or any(key in params and params[key] is None for key in MEANINGFUL_NULLS)
     maxima = CHAT_MAXIMA if path == CHAT_COMPLETIONS else COMPLETIONS_MAXIMA
     if any(_as_number(body.get(key)) > maximum for key, maximum in maxima.items()):
         return True
@@ -90,8 +96,13 @@ def _maxima_patterns() -> Iterator[str]:
             yield f'{key}"{_B}:{_B}([{maximum}-9]|[1-9][0-9])'
 
 
-GENERATE_PATTERN = _keys(DROPPED_SAMPLING_PARAMETERS)
-"""Regular expression (POSIX) of keys in bodies of ``/generate`` that may have to bypass smg."""
+GENERATE_PATTERN = "|".join(
+    (
+        _keys((*DROPPED_SAMPLING_PARAMETERS, *IGNORED_FIELDS)),
+        *(f'{key}"{_B}:{_B}null' for key in MEANINGFUL_NULLS),
+    )
+)
+"""Regular expression (POSIX) of keys in bodies of ``/generate`` that may have to bypass smg, or that smg must not get."""
 OPENAI_PATTERN = "|".join(
     (
         *_maxima_patterns(),

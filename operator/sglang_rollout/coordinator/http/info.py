@@ -289,7 +289,7 @@ async def get_load(request: web.Request) -> web.Response:
 async def get_workers(request: web.Request) -> web.Response:
     """Return the fleet's URL as the only worker of a router.
 
-    Trainers abort requests at each worker, and read its load. The gates of engines refuse such calls, and this URL sends them to all engines.
+    Trainers abort requests at each worker, and read its load. The gates of engines refuse such calls; this URL sends them to all engines.
     """
     parts = request.app[PARTS]
     is_healthy = any(engine.serving for engine in parts.machine.fleet.engines.values())

@@ -32,7 +32,14 @@ async def lab(tmp_path: Path) -> AsyncIterator[Lab]:
 
 async def test_every_control_call_from_another_machine_is_refused(lab: Lab) -> None:
     calls = [(route.method, route.path.format(engine="e0", call="flush_cache")) for route in control_routes]
-    calls += [("GET", FLEET), ("GET", FLEET_TENSORS), ("GET", "/workers"), ("GET", "/list_workers"), ("GET", "/get_weights_by_name"), ("POST", "/unknown")]
+    calls += [
+        ("GET", FLEET),
+        ("GET", FLEET_TENSORS),
+        ("GET", "/workers"),
+        ("GET", "/list_workers"),
+        ("GET", "/get_weights_by_name"),
+        ("POST", "/unknown"),
+    ]
     for method, path in calls:
         async with lab.session.request(method, lab.url + path, headers=ELSEWHERE) as reply:
             body = await reply.json()

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import requests
+from e2e.engine import environment
+from e2e.fuzz.fields import field_defaults, sglang_source
 
 from tests.contract.fleet.test_batches import GREEDY, both, steady
 from tests.contract.support.local_fleet import Urls
@@ -88,6 +91,50 @@ def test_answers_are_those_of_the_engine(urls: Urls, path: str, body: dict[str, 
     assert (ours.status_code, own.status_code) == (200, 200), (ours.text, own.text)
     assert steady(ours.json()) == steady(own.json())
     assert ours.headers["Content-Type"] == own.headers["Content-Type"]
+
+
+def null_and_default_bodies() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield a body for null and for the default of each field that the installed SGLang has. At ``top_k`` 1 all answers are greedy."""
+    greedy = GREEDY | {"top_k": 1}
+    source = sglang_source(environment.python(make=False))
+    for name, default in {**field_defaults(source), "model": None, "unknown": None}.items():
+        for value in dict.fromkeys((None, default)):
+            outer, _, inner = name.rpartition(".")
+            fields = {"sampling_params": greedy | {inner: value}} if outer else {"sampling_params": greedy, name: value}
+            yield f"{name}: {value!r}", {"input_ids": [11, 22, 33], **fields}
+
+
+def summary(reply: requests.Response) -> tuple[int, Any]:
+    """Return the answer, without its tokens if they were drawn at random."""
+    answer = reply.json()
+    is_long = answer["meta_info"]["completion_tokens"] == 128
+    return reply.status_code, answer["meta_info"]["finish_reason"] if is_long else steady(answer)
+
+
+def test_null_and_default_of_every_field_that_the_engine_accepts_pass_unchanged(urls: Urls) -> None:
+    accepted, changed = 0, []
+    for name, body in null_and_default_bodies():
+        ours, own = both(urls, body)
+        if own.status_code != 200:
+            continue
+        accepted += 1
+        if ours.status_code != 200 or summary(ours) != summary(own):
+            changed.append((name, ours.status_code, ours.text))
+    assert changed == []
+    assert accepted > 80, "the fields come from the source of SGLang"
+
+
+@pytest.mark.parametrize("model", [None, "other", "", 5])
+@pytest.mark.parametrize("prompts", [[11, 22], [[11, 22], [33]]], ids=["one", "batch"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_model_that_the_engine_ignores_is_ignored(urls: Urls, model: object, prompts: list[Any], stream: bool) -> None:
+    """sglang_router adds ``"model": null`` to every body."""
+    ours, own = both(urls, {"input_ids": prompts, "model": model, "stream": stream, "sampling_params": GREEDY})
+    assert (ours.status_code, own.status_code) == (200, 200), ours.text
+    if stream:
+        assert ours.text.count("data: {") > 0
+    else:
+        assert steady(ours.json()) == steady(own.json())
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,9 @@ CASES: list[tuple[str, Any, bool]] = [
     (GENERATE, {"text": "a", "sampling_params": {"bogus": 1}}, True),
     (GENERATE, {"text": "a", "logit_bias": {"7": 1}}, False),
     (GENERATE, {"text": "a", "sampling_params": ["x"]}, False),
+    (GENERATE, {"text": "a", "sampling_params": {"max_new_tokens": None}}, True),
+    (GENERATE, {"text": "a", "sampling_params": {"temperature": None, "stop": None}}, False),
+    (GENERATE, {"text": "a", "model": None}, False),
     (GENERATE, ["x"], False),
     (CHAT, {"n": 10, "top_logprobs": 20, "temperature": 2, "stop": list("abcd"), "top_k": -1, "logit_bias": {"7": 1}}, False),
     (CHAT, {"n": 11}, True),
@@ -54,3 +57,10 @@ def test_the_fronts_pattern_finds_every_body_that_must_bypass_smg(path: str, bod
     expression = re.compile(posix.replace("[[:space:]]", r"\s"))
     assert expression.search(json.dumps(body))
     assert expression.search(json.dumps(body, indent=1))
+
+
+@pytest.mark.parametrize("value", [None, "other", "", 5])
+def test_the_front_finds_fields_that_sglang_ignores_and_smg_does_not(value: object) -> None:
+    expression = re.compile(('[{,][[:space:]]*"(' + GENERATE_PATTERN + ")").replace("[[:space:]]", r"\s"))
+    assert expression.search(json.dumps({"model": value, "input_ids": [5]}))
+    assert not expression.search(json.dumps({"text": "model", "input_ids": [5]}))
