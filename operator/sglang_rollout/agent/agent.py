@@ -19,7 +19,6 @@ from sglang_rollout.agent.engine import Engine, refusal_reply
 from sglang_rollout.agent.gate import Gate, GateKeeper
 from sglang_rollout.agent.interruption import should_resume
 from sglang_rollout.agent.record import RecordError, RecordFile
-from sglang_rollout.agent.signatures import Signatures
 from sglang_rollout.proxy.gate_map import gate_entries
 from sglang_rollout.sglang.api import ControlCall, PauseMode
 from sglang_rollout.sglang.client import EngineError, EngineGoneError, Reply
@@ -46,7 +45,6 @@ class Agent:
         gate: Client of the gate.
         record_file: File of the persisted state.
         tensor_size: Tensor parallel size that the fleet expects; None accepts every size.
-        signatures: Decides which versions are acknowledged; None accepts unsigned versions.
     """
 
     def __init__(
@@ -57,7 +55,6 @@ class Agent:
         gate: Gate,
         record_file: RecordFile,
         tensor_size: int | None = None,
-        signatures: Signatures | None = None,
     ) -> None:
         self.name = name
         self.engine = engine
@@ -68,7 +65,6 @@ class Agent:
         if warning:
             log.warning("%s", warning)
         self.state = ev.restore_state(record, is_readable=not warning)
-        self.signatures = signatures
         self.running: asyncio.Task[Reply] | None = None
         """The last control call; the engine may have answered it."""
         self.running_since = 0.0
@@ -138,7 +134,7 @@ class Agent:
     def status(self) -> AgentStatus:
         """Return the status message of this moment."""
         gate_open = self.gate.view is not None and self.gate.view.up
-        status = s.status(self.state, name=self.name, gate_open=gate_open, signed_only=self.signatures is not None)
+        status = s.status(self.state, name=self.name, gate_open=gate_open)
         status = status.model_copy(update={"takes_copies": self.takes_copies, "staged": self.list_copies()})
         if self.release_failure is not None:
             status = status.model_copy(update={"reason": self.release_failure.code, "message": self.release_failure.message})

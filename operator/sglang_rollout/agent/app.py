@@ -20,7 +20,7 @@ from sglang_rollout.agent.engine_model import EngineModel
 from sglang_rollout.agent.launch.head_pod import HeadPod
 from sglang_rollout.agent.record import RecordError
 from sglang_rollout.agent.staged.service import StagedService
-from sglang_rollout.agent.update import Fence, acknowledge, check_signature
+from sglang_rollout.agent.update import Fence, acknowledge
 from sglang_rollout.credentials import Credentials
 from sglang_rollout.internal.reachability import preflight
 from sglang_rollout.internal.refusals import log_refusals
@@ -30,7 +30,6 @@ from sglang_rollout.sglang.client import EngineError, Reply
 from sglang_rollout.wire import ports
 from sglang_rollout.wire.agent import AckRequest, CheckpointRequest, FenceRequest, MemberReport, PreflightRequest, SyncRequest
 from sglang_rollout.wire.reasons import RefusedError
-from sglang_rollout.wire.signed import SignedVersion
 from sglang_rollout.wire.staged import DropRequest
 from sglang_rollout.wire.states import EngineState
 
@@ -102,7 +101,6 @@ class Routes:
             ports.AGENT_RUN: self.run,
             ports.AGENT_PREFLIGHT: self.preflight,
             ports.AGENT_CHECKPOINT: self.checkpoint,
-            ports.AGENT_SIGNATURE: self.signature,
             ports.AGENT_ACK: self.ack,
             ports.AGENT_FENCE: self.fence,
             ControlCall.ABORT_REQUEST.path: self.abort,
@@ -190,11 +188,6 @@ class Routes:
         if self._head_pod is not None:
             reply = await self._head_pod.checkpoint(wanted, reply)
         return web.json_response(reply.model_dump(mode="json"))
-
-    async def signature(self, request: web.Request) -> web.StreamResponse:
-        """Check that the engine would accept a signed version."""
-        check_signature(self._agent, await read_message(request, SignedVersion))
-        return await self._status_if_settled()
 
     async def ack(self, request: web.Request) -> web.StreamResponse:
         """Acknowledge a version."""

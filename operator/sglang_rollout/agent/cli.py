@@ -26,7 +26,6 @@ from sglang_rollout.agent.gate import Gate
 from sglang_rollout.agent.launch.head_pod import HeadPod
 from sglang_rollout.agent.launch.member_pod import MemberPod, member_app
 from sglang_rollout.agent.record import RecordFile
-from sglang_rollout.agent.signatures import PublicKeys, Signatures
 from sglang_rollout.agent.staged.member_service import StagedMember, run_staged_member
 from sglang_rollout.agent.staged.service import StagedService, run_staged_service
 from sglang_rollout.agent.update import Fence
@@ -83,9 +82,6 @@ class Settings:
     fleet_url: str | None = None
     fleet_ca: Path | None = None
     takes_tensors: bool = False
-    public_keys: Path | None = None
-    rollout_uid: str = ""
-    require_checksums: bool = False
     staging_volume: Path | None = None
     verdicts_dir: Path | None = None
     data_listen: Endpoint | None = None
@@ -141,13 +137,6 @@ class Settings:
     " the system. Read again when it changes.",
 )
 @click.option("--takes-tensors", is_flag=True, help="For an engine whose trainer sends it handles of tensors on the same GPUs.")
-@click.option(
-    "--public-keys",
-    type=click.Path(path_type=Path),
-    help="Folder with the trainers' public keys (Ed25519, *.pem): only signed weight updates are accepted. Read again when it changes.",
-)
-@click.option("--rollout-uid", default="", help="With --public-keys: UID of the rollout, which each signature must name.")
-@click.option("--require-checksums", is_flag=True, help="With --public-keys: each signature must contain the checksums of the weights.")
 @click.option(
     "--staging-volume",
     type=click.Path(path_type=Path),
@@ -206,8 +195,6 @@ def command(
         raise click.BadParameter(f"{settings.engine_url!r} is not an http URL", param_hint="--engine-url")
     if settings.fleet_url is not None:
         _check_fleet_url(settings.fleet_url)
-    if settings.public_keys is not None and not settings.rollout_uid:
-        raise click.UsageError("--public-keys needs --rollout-uid: a signature is valid for one rollout only")
     if settings.staging_volume is not None and (settings.verdicts_dir is None or not isinstance(settings.data_listen, Address)):
         raise click.UsageError("--staging-volume needs --verdicts-dir, and --data-listen with a TCP address")
     try:
@@ -253,7 +240,6 @@ async def run(settings: Settings) -> None:
             gate=Gate(settings.gate_socket),
             record_file=record_file,
             tensor_size=settings.tensor_size,
-            signatures=_make_signatures(settings),
         )
         head_pod = None
         if place is not None:
@@ -347,13 +333,6 @@ async def _listen(app: web.Application, endpoint: Endpoint) -> AsyncIterator[Non
         yield
     finally:
         await runner.cleanup()
-
-
-def _make_signatures(settings: Settings) -> Signatures | None:
-    """Return the check of signatures; None if unsigned versions are accepted."""
-    if settings.public_keys is None:
-        return None
-    return Signatures(PublicKeys(settings.public_keys), settings.rollout_uid, require_checksums=settings.require_checksums)
 
 
 async def run_member_pod(settings: Settings, place: Place) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TypeAlias, assert_never
 
-from sglang_rollout.agent.state import UNKNOWN_PATH, Activation, EngineFacts, EngineRecord, State, gate_may_open, version_identity
+from sglang_rollout.agent.state import UNKNOWN_PATH, Activation, EngineFacts, EngineRecord, State, gate_may_open
 from sglang_rollout.sglang.api import ControlCall, MemoryTag
 from sglang_rollout.wire.reasons import GateReason, Refusal
 from sglang_rollout.wire.states import BASE, EngineState, FleetState, StagedVersion, Version
@@ -204,7 +204,7 @@ def _apply(state: State, event: Event) -> State:  # noqa: PLR0911 - one line per
             return _begin_activation(state, event) if isinstance(event, ActivationBegan) else _restore_weights(state, event.attempt)
         case UpdateAcknowledged(version, cohort):
             clean = {"state": EngineState.CLEAN, "version": version, "label": version.label, "cohort": list(cohort), "activation": None}
-            return _note_served(replace(_change(state, **clean, received=0, failed=False, unverified=False), calls=state.calls + 1))
+            return replace(_change(state, **clean, received=0, failed=False, unverified=False), calls=state.calls + 1)
         case UpdateGivenUp():
             return _fail_update(_change(state, activation=None))
         case DrainingChanged(draining):
@@ -224,17 +224,8 @@ def _apply_sync(state: State, event: CoordinatorCalled) -> State:
     state = _change(state, term=event.term, applied_state=record.applied_state if event.spec_state is None else event.spec_state)
     if event.committed is None:
         return state
-    state = _note_served(_change(state, committed=event.committed, tolerated=list(event.tolerated), staged=event.staged))
+    state = _change(state, committed=event.committed, tolerated=list(event.tolerated), staged=event.staged)
     return state if state.informed else replace(state, informed=True)
-
-
-def _note_served(state: State) -> State:
-    """Note a committed version that the engine holds, unless it has served a newer one."""
-    record = state.record
-    held, committed, newest = record.version, record.committed, record.newest_served
-    if held is None or committed is None or version_identity(held) != version_identity(committed):
-        return state
-    return state if newest is not None and version_identity(newest) >= version_identity(held) else _change(state, newest_served=held)
 
 
 def _apply_facts(state: State, facts: EngineFacts) -> State:
@@ -257,7 +248,6 @@ def _apply_facts(state: State, facts: EngineFacts) -> State:
         applied_state=record.applied_state,
         served_name=facts.served_name,
         written=record.unreadable,
-        newest_served=record.newest_served,
     )
     return replace(state, record=record, up=True, facts=facts)
 

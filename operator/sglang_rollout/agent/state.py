@@ -70,8 +70,6 @@ class EngineRecord(Message):
     """The weights were released in this engine process, and their version has not been verified since."""
     written: bool = False
     """A call that writes weights has reached this engine process, so it may hold something else than ``model.path``."""
-    newest_served: Version | None = None
-    """Newest version that was committed while the engine held it, also in an earlier engine process."""
     received: int = 0
     """Update calls that succeeded since the engine became dirty."""
     failed: bool = False
@@ -266,7 +264,7 @@ def needs_own_copy(state: State) -> bool:
     return held < version_identity(committed) and held not in tolerated
 
 
-def status(state: State, *, name: str, gate_open: bool, signed_only: bool = False) -> AgentStatus:
+def status(state: State, *, name: str, gate_open: bool) -> AgentStatus:
     """Return the status message. ``gate_open`` is the state that the gate itself reports."""
     record, facts = state.record, state.facts
     clean = state.up and record.state is EngineState.CLEAN
@@ -292,7 +290,6 @@ def status(state: State, *, name: str, gate_open: bool, signed_only: bool = Fals
         tensor_size=facts.tensor_size if facts else None,
         sglang_version=facts.sglang_version if facts else None,
         probes_port=True,
-        signed_only=signed_only,
         nccl=facts.nccl if facts else None,
         all_reduce=facts.all_reduce if facts else None,
         reason=None if closed is None else closed.code,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 from sglang_rollout.agent import events as ev
@@ -17,7 +16,6 @@ from sglang_rollout.sglang.checksums import CHECKSUM, Checksums, find_difference
 from sglang_rollout.sglang.client import EngineError, Reply
 from sglang_rollout.wire.agent import AckRequest, FenceRequest
 from sglang_rollout.wire.reasons import Refusal, RefusalCode, RefusedError
-from sglang_rollout.wire.signed import SignedVersion
 from sglang_rollout.wire.states import EngineState
 
 log = logging.getLogger(__name__)
@@ -33,7 +31,6 @@ async def acknowledge(
     deadline: float,
     *,
     attempt: str = "",
-    digest: str = "",
     checksums: bool = False,
     expected: Checksums | None = None,
 ) -> Checksums | None:
@@ -46,11 +43,10 @@ async def acknowledge(
         request: The version.
         deadline: Seconds to wait for each answer of the engine.
         attempt: Attempt to load a staged version, if the agent acknowledges its own load.
-        digest: Digest of the copy that was loaded in this attempt.
         checksums: Return the checksums of the engine's weights; None if the engine cannot compute them.
-        expected: Checksums that the weights must have, beside those of the signature.
+        expected: Checksums that the weights must have; None: any.
     """
-    _check_ack(agent, request, attempt, digest)
+    _check_ack(agent, request, attempt)
     record, label = agent.state.record, request.version.label
     if record.state is EngineState.CLEAN and record.version == request.version:  # a repeated call
         return await _read_checksums(agent, deadline, attempt) if checksums else None
@@ -62,55 +58,32 @@ async def acknowledge(
         reply = await agent.control(ControlCall.SET_VERSION, {"new_version": label}, deadline, attempt=attempt)
         if not reply.ok:
             raise RefusedError(f"The engine did not take the version's label {label!r}: HTTP {reply.status}.", status=409)
-    wanted = {"the trainer signed": _signed_checksums(agent, request.signed), "this version has": expected}
-    wanted = {origin: right for origin, right in wanted.items() if right is not None}
-    found = await _compare_checksums(agent, wanted, deadline, attempt) if wanted or checksums else None
-    _check_ack(agent, request, attempt, digest)  # the engine may have restarted meanwhile
+    found = await _compare_checksums(agent, expected, deadline, attempt) if checksums or expected is not None else None
+    _check_ack(agent, request, attempt)  # the engine may have restarted meanwhile
     agent.dispatch(ev.UpdateAcknowledged(request.version, tuple(request.cohort)))
     return found
 
 
-def _check_ack(agent: Agent, request: AckRequest, attempt: str, digest: str) -> None:
+def _check_ack(agent: Agent, request: AckRequest, attempt: str) -> None:
     refused = s.ack_refusal(agent.state, request.boot_id, request.version, verified=request.verified)
     if refused is None and agent.giving_up_since is not None:
         refused = Refusal(RefusalCode.CONFLICT, "The update is being given up.")
     if refused is None and agent.attempt != attempt:
         refused = Refusal(RefusalCode.CONFLICT, "The agent is loading a staged version, and acknowledges it afterwards.")
-    if refused is None and agent.signatures is not None:
-        record = agent.state.record
-        refused = agent.signatures.ack_refusal(request, record, _tensor_size(agent))
-        if refused is None and not (record.state is EngineState.CLEAN and record.version == request.version):
-            refused = agent.signatures.digest_refusal(request.signed, digest)
     if refused is not None:
         raise RefusedError(refused)
 
 
-def check_signature(agent: Agent, signed: SignedVersion) -> None:
-    """Raise RefusedError unless the engine would accept this signed version, before an update to the version begins."""
-    if agent.signatures is None:
-        raise RefusedError("This engine was started without public keys and verifies no signature.", status=409)
-    refused = agent.signatures.refusal(signed, agent.state.record, _tensor_size(agent))
-    if refused is not None:
-        raise RefusedError(refused)
+async def _compare_checksums(agent: Agent, expected: Checksums | None, deadline: float, attempt: str) -> Checksums | None:
+    """Return the checksums of the engine's weights. Raise RefusedError unless they are the expected ones.
 
-
-def _signed_checksums(agent: Agent, signed: SignedVersion | None) -> Checksums | None:
-    """Return the checksums that the signature has for the engine's size, if signatures count."""
-    size = _tensor_size(agent)
-    return signed.checksums.get(size) if agent.signatures is not None and signed is not None and size is not None else None
-
-
-async def _compare_checksums(agent: Agent, wanted: Mapping[str, Checksums | None], deadline: float, attempt: str) -> Checksums | None:
-    """Return the checksums of the engine's weights. Raise RefusedError unless they are the wanted ones, given by their origin.
-
-    If nothing is wanted, the engine need not be able to compute them.
+    If none are expected, the engine need not be able to compute them.
     """
     calls = agent.state.calls
-    found = await _read_checksums(agent, deadline, attempt, is_needed=bool(wanted))
-    for origin, right in wanted.items():
-        if right is not None and found is not None and found != right:
-            difference = find_difference(right, found)
-            raise RefusedError(Refusal(RefusalCode.FORBIDDEN, f"The engine holds other weights than {origin}: {difference}."))
+    found = await _read_checksums(agent, deadline, attempt, is_needed=expected is not None)
+    if expected is not None and found is not None and found != expected:
+        difference = find_difference(expected, found)
+        raise RefusedError(Refusal(RefusalCode.FORBIDDEN, f"The engine holds other weights than this version has: {difference}."))
     if agent.state.calls != calls + 2:  # the call's begin and end
         raise RefusedError("Another call reached the engine after its weights were compared.", status=409)
     return found
@@ -129,11 +102,6 @@ async def _read_checksums(agent: Agent, deadline: float, attempt: str, *, is_nee
     if found is None and is_needed:
         raise RefusedError(f"The engine did not report the checksums of its weights: HTTP {reply.status}.", status=409)
     return found
-
-
-def _tensor_size(agent: Agent) -> int | None:
-    facts = agent.state.facts
-    return facts.tensor_size if facts is not None else None
 
 
 class Fence:

@@ -44,8 +44,6 @@ class Intent(Message):
     """``metadata.generation`` of the rollout that this intent comes from."""
     name: str
     namespace: str
-    uid: str = ""
-    """``metadata.uid`` of the rollout; empty without Kubernetes."""
     engines: list[WantedEngine]
     store: WantedStore | None = None
     """The weight store. None: the transport is not Staged."""

@@ -18,7 +18,7 @@ AGENT_CONTAINER = "agent"
 DOWNLOAD_CONTAINER = "download"
 MODEL_VOLUME = "rollout-model"
 CACHE_VOLUME = "rollout-cache"
-PRIVATE_VOLUMES = ("rollout-gate", "rollout-agent", "rollout-public-keys", "rollout-authority", "control", "tmp")
+PRIVATE_VOLUMES = ("rollout-gate", "rollout-agent", "rollout-authority", "control", "tmp")
 """Volumes of the engine pod that only gate and agent mount."""
 STAGED_VOLUME = "rollout-staged"
 VERDICTS_VOLUME = "rollout-verdicts"

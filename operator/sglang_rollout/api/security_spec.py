@@ -202,18 +202,6 @@ class Tls(ApiModel):
     certificate needs no restart."""
 
 
-class Signatures(ApiModel):
-    """Signatures of weight updates (docs/how-to/sign-updates.md)."""
-
-    public_key_secret: str = Field(min_length=1, max_length=253, pattern=f"^{_SUBDOMAIN}$")
-    """Secret of the rollout's namespace with the public keys (Ed25519, PEM) of the trainers: every key of the Secret whose name ends in
-    `.pem`. New contents need no restart."""
-    require_checksums: bool = False
-    """True: each signature must say what the weights are: by checksums, which every engine compares with its own, or with
-    `weights.transport: Staged` by the digest of an upload, which every engine compares with its copy before it loads the copy. False:
-    engines compare what a signature contains."""
-
-
 class Security(ApiModel):
     """Callers of the fleet's URL, and its encryption."""
 
@@ -266,10 +254,6 @@ class Security(ApiModel):
     tls: Tls | None = None
     """Encrypts `status.endpoints.url` and `status.endpoints.generate` with HTTPS. Default: HTTP. A change restarts the router, and with
     `mode: Hybrid` or `Colocated` the engines, too. Engines, metrics and probes stay HTTP."""
-    signatures: Signatures | None = None
-    """Accept only weight updates that a trainer has signed (docs/how-to/sign-updates.md). Each engine verifies the signature before it
-    serves the version. Needs `mode: Standalone` and `weights.transport: Distributed` or `Staged`. A change of the fields restarts the
-    engines. Default: updates need no signature."""
     network: NetworkAccess = NetworkAccess.ISOLATED
     """`Isolated`: NetworkPolicies admit to each pod only the callers above and the fleet's own pods. `Open`: no NetworkPolicy."""
 

@@ -61,13 +61,6 @@ def rules_of_modes() -> list[dict[str, str]]:
             field=".weights",
         ),
         *_rules_of_pushes_to_each(),
-        rule(
-            "!has(self.security) || !has(self.security.signatures) || (self.mode == 'Standalone' &&"
-            " (!has(self.weights) || !has(self.weights.transport) || self.weights.transport != 'Disk'))",
-            "security.signatures needs mode Standalone and weights.transport Distributed or Staged: checkpoints on disk, and pushes to"
-            " single engines, are not signed.",
-            field=".security",
-        ),
     ]
 
 

@@ -14,7 +14,6 @@ from pydantic import Field
 
 from sglang_rollout.api.schema import ApiModel, map_list
 from sglang_rollout.wire.record import MAX_RECENT_CHARACTERS, MAX_RECENT_UPDATES
-from sglang_rollout.wire.signed import KEY_ID_CHARACTERS
 
 MAX_ENGINE_ROWS = 64
 """Engines that status lists. ``GET /fleet`` lists all of them."""
@@ -114,9 +113,6 @@ class LastUpdate(ApiModel):
     """Engines that committed the version."""
     author: str = Field(default="", max_length=MAX_AUTHOR)
     """Caller whose update it was: `namespace/owner`, for example `ml/Job/train`. Empty if it is not known."""
-    signed_by: str = Field(default="", max_length=KEY_ID_CHARACTERS)
-    """ID of the key that signed the version: the first 16 hexadecimal digits of the SHA-256 of the public key. Empty if the version was not
-    signed."""
 
 
 class RecentUpdate(ApiModel):

@@ -21,7 +21,6 @@ from sglang_rollout.wire.ports import (
     AGENT_FENCE,
     AGENT_PREFLIGHT,
     AGENT_RUN,
-    AGENT_SIGNATURE,
     AGENT_STAGE,
     AGENT_SYNC,
     STORE_COMMIT,
@@ -44,7 +43,7 @@ STORE_PATHS = frozenset(
 )
 """Paths that the weight store answers with its status."""
 REPLIES: Mapping[str, type[AgentStatus | PreflightReply | CheckpointReply | ActivateReply | StoreStatus]] = {
-    **dict.fromkeys((AGENT_SYNC, AGENT_RUN, AGENT_SIGNATURE, AGENT_ACK, AGENT_FENCE, AGENT_STAGE, AGENT_DROP), AgentStatus),
+    **dict.fromkeys((AGENT_SYNC, AGENT_RUN, AGENT_ACK, AGENT_FENCE, AGENT_STAGE, AGENT_DROP), AgentStatus),
     **dict.fromkeys(STORE_PATHS, StoreStatus),
     **dict.fromkeys((AGENT_PREFLIGHT, STORE_PREFLIGHT), PreflightReply),
     AGENT_CHECKPOINT: CheckpointReply,

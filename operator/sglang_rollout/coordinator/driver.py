@@ -262,7 +262,6 @@ class Driver:
             return
         self._logged_updates = outcomes.total()
         author = f" by {last.author}" if last.author else ""
-        author += f", signed with key {last.signed_by}" if last.signed_by else ""
         summary = f"{last.outcome}: version {last.version} (label {last.version.label}){author} {last.phases_ms}"
         if last.outcome is UpdateOutcome.COMMITTED:
             log.info("%s", summary)

@@ -28,7 +28,7 @@ _CALLS = (
 )
 FAN_OUT_PATHS = (
     *(call.path for call in _CALLS),
-    *(ports.AGENT_SYNC, ports.AGENT_RUN, ports.AGENT_PREFLIGHT, ports.AGENT_CHECKPOINT, ports.AGENT_SIGNATURE, ports.AGENT_ACK),
+    *(ports.AGENT_SYNC, ports.AGENT_RUN, ports.AGENT_PREFLIGHT, ports.AGENT_CHECKPOINT, ports.AGENT_ACK),
     *(ports.AGENT_FENCE, ports.AGENT_STAGE, ports.AGENT_DROP, ports.AGENT_ACTIVATE),
     *(ports.STORE_PREFLIGHT, ports.STORE_JOIN, ports.STORE_LEAVE, ports.STORE_OPEN, ports.STORE_RECEIVE, ports.STORE_SEAL),
     *(ports.STORE_DROP, ports.STORE_FETCH),

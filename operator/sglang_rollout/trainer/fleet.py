@@ -7,17 +7,15 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
-from urllib.parse import urlencode
 
 from pydantic import ValidationError
 
 from sglang_rollout.trainer.calls import Deadline, Http
 from sglang_rollout.trainer.credentials import find_credentials
 from sglang_rollout.trainer.deltas import LastUpload
-from sglang_rollout.trainer.errors import NOTHING_SENT, FleetError, FleetUnreachable, FleetUntrusted, GroupFailed, PushFailed
+from sglang_rollout.trainer.errors import FleetError, FleetUnreachable, FleetUntrusted, GroupFailed, PushFailed
 from sglang_rollout.trainer.generate import Sample, SamplingParams, generate
 from sglang_rollout.trainer.group_control import OPEN_SECONDS, GroupControl, GroupOptions
 from sglang_rollout.trainer.push import (
@@ -32,12 +30,10 @@ from sglang_rollout.trainer.push import (
     wait_for_commit,
 )
 from sglang_rollout.trainer.ranks import MARGIN_SECONDS, Ranks, follow
-from sglang_rollout.trainer.signing import SigningKey, find_signing_key
 from sglang_rollout.trainer.snapshots import HostBytes, Snapshots, Staging
 from sglang_rollout.trainer.tensors import NamedTensors, Shapes, Source, Specs
-from sglang_rollout.trainer.upload import COMMIT_STEPS, UNCHANGED, Upload, Wait
+from sglang_rollout.trainer.upload import COMMIT_STEPS, Upload, Wait
 from sglang_rollout.wire.ports import FLEET, FLEET_TENSORS
-from sglang_rollout.wire.signed import SignedVersion
 from sglang_rollout.wire.trainer import TRANSPORT_STAGED, FleetDocument, ModelTensors
 
 if TYPE_CHECKING:
@@ -59,7 +55,6 @@ def connect(
     token: str | None = None,
     token_file: str | os.PathLike[str] | None = None,
     ca: str | os.PathLike[str] | None = None,
-    signing_key: str | os.PathLike[str] | bytes | None = None,
     delta: bool = False,
 ) -> Fleet:
     """Wait until the fleet can take weights, which needs at least one engine that is up. Return a handle on the fleet.
@@ -75,24 +70,21 @@ def connect(
         ca: File with the certificates of authorities that are trusted for an ``https`` URL.
             None: of the variables ``SGLANG_ROLLOUT_CA``, ``REQUESTS_CA_BUNDLE``, ``CURL_CA_BUNDLE`` or ``SSL_CERT_FILE``,
             or else those of ``requests``.
-        signing_key: Ed25519 private key in PEM (its file, or its bytes) with which pushes are signed (``security.signatures``).
-            None: the file that the variable ``SGLANG_ROLLOUT_SIGNING_KEY`` names, or else pushes are not signed.
         delta: True: keep the bytes of each upload in host memory (``weights.transport: Staged``), and let the next one send only what
             has changed. The fleet holds exactly the same bytes as after a complete upload.
 
     Raises:
-        FleetError: Both ``token`` and ``token_file`` are given, or the signing key cannot be used.
+        FleetError: Both ``token`` and ``token_file`` are given.
         FleetUnreachable: The fleet did not become healthy in time.
         FleetUntrusted: The certificate of the URL is not accepted.
     """
-    key = find_signing_key(signing_key)
     http = Http(url, find_credentials(token, token_file, ca))
     deadline = Deadline(timeout)
     last_answer = "none."
     while True:
         try:
             http.get("/health", timeout=min(INFO_SECONDS, max(deadline.remaining, 1.0)))
-            return Fleet(http, snapshots=snapshots, signing_key=key, delta=delta)
+            return Fleet(http, snapshots=snapshots, delta=delta)
         except FleetUntrusted:
             http.close()
             raise
@@ -121,15 +113,12 @@ def connect_engine(url: str) -> Fleet:
 class Fleet:
     """A handle on a rollout fleet. ``connect`` returns it. Close it, or use it in a ``with`` block, to close its process group."""
 
-    def __init__(
-        self, http: Http, *, snapshots: Snapshots | None = None, signing_key: SigningKey | None = None, delta: bool = False
-    ) -> None:
+    def __init__(self, http: Http, *, snapshots: Snapshots | None = None, delta: bool = False) -> None:
         self._http = http
         self._last_upload = LastUpload() if delta else None
-        self._signing_key = signing_key
         self.snapshots = snapshots
         """Which pushes are also written to disk. May be set at any time."""
-        self._groups = GroupControl(http, self.document, signs=signing_key is not None)
+        self._groups = GroupControl(http, self.document)
         self._shapes: tuple[tuple[str, int], Shapes | None] | None = None
         """Fleet ID and epoch, and the tensors of the engines' model. None as tensors: the fleet cannot read its model."""
 
@@ -144,11 +133,8 @@ class Fleet:
         Raises:
             FleetError: The URL does not answer with a discovery document.
         """
-        return self._read_document(FLEET)
-
-    def _read_document(self, path: str) -> FleetDocument:
         try:
-            return FleetDocument.model_validate(self._http.get(path, timeout=INFO_SECONDS))
+            return FleetDocument.model_validate(self._http.get(FLEET, timeout=INFO_SECONDS))
         except ValidationError as error:
             raise FleetError(f"{self.url}{FLEET} is not a discovery document: {error}. Is this the URL of a rollout's router?") from error
 
@@ -294,9 +280,8 @@ class Fleet:
         if uploads:
             return self._upload(source, options, ranks, snapshot=snapshot, wait=wait, started=started)
         group = self._current_group()
-        signed = self._sign(options)
         staging = self.snapshots.begin(wanted=snapshot) if self.snapshots else None
-        push = Push(self._http, group, options, signed=signed, ranks=ranks, tensor_sink=_tensor_sink(staging, group.host_bytes))
+        push = Push(self._http, group, options, ranks=ranks, tensor_sink=_tensor_sink(staging, group.host_bytes))
         push.phases["group"] = (time.monotonic() - started) * 1000
         document = self._run(push, source, options)
         push.phases["total"] = (time.monotonic() - started) * 1000
@@ -312,12 +297,9 @@ class Fleet:
         """Push as an upload over HTTP."""
         from sglang_rollout.trainer.process_group import copy_bytes, read_bytes  # noqa: PLC0415 - imports torch, as the tensors have
 
-        sign = partial(self._sign, options) if self._signing_key is not None else None
         staging = self.snapshots.begin(wanted=snapshot) if self.snapshots and wait == "committed" else None
         sink = _tensor_sink(staging, copy_bytes)
-        upload = Upload(
-            self._http, options, wait=wait, read_bytes=read_bytes, sign=sign, ranks=ranks, tensor_sink=sink, last=self._last_upload
-        )
+        upload = Upload(self._http, options, wait=wait, read_bytes=read_bytes, ranks=ranks, tensor_sink=sink, last=self._last_upload)
         upload.phases["group"] = (time.monotonic() - started) * 1000
         upload.run(source)
         document = self.document() if upload.state == "staged" else self._check_committed(options.version)
@@ -327,26 +309,6 @@ class Fleet:
             ranks.finish(result)
         saved = staging.publish(document.committed, document.epoch, document.fleet_id) if staging else None
         return PushResult(**result, snapshot=saved)
-
-    def _sign(self, options: PushOptions, digest: str = "") -> SignedVersion | None:
-        """Return the version that this push becomes, signed; None without a key, and for a fleet that accepts unsigned updates.
-
-        Args:
-            options: The settings of the push.
-            digest: Digest of the version that was uploaded; empty: no tensor has been sent yet.
-
-        Raises:
-            PushFailed: The fleet does not say what the signature must name, or names another label.
-        """
-        if self._signing_key is None:
-            return None
-        try:
-            signing = self._read_document(f"{FLEET}?{urlencode({'label': options.version})}").signing
-            checksums = {size: tuple(ranks) for size, ranks in options.checksums.items()}
-            return None if signing is None else self._signing_key.sign(signing, options.version, checksums, digest)
-        except FleetError as error:
-            phase, advice = ("end", UNCHANGED) if digest else ("prepare", NOTHING_SENT)
-            raise PushFailed(phase=phase, reason=str(error), advice=advice) from error
 
     def _check(self, source: Source, bucket_bytes: int, *, compare: bool) -> None:
         """Check the tensors of a push. Only reads from the fleet.

@@ -20,7 +20,6 @@ from sglang_rollout.trainer.calls import Deadline, Http, run_in_background
 from sglang_rollout.trainer.errors import FleetError, FleetRefused, FleetUnreachable, GroupFailed
 from sglang_rollout.trainer.push import OTHER_SIDE_SECONDS
 from sglang_rollout.wire.ports import FLEET_LEASE
-from sglang_rollout.wire.signed import SIGNS_FIELD
 from sglang_rollout.wire.trainer import FleetDocument
 
 if TYPE_CHECKING:
@@ -56,10 +55,9 @@ class GroupOptions:
 class GroupControl:
     """Keeps at most one process group open."""
 
-    def __init__(self, http: Http, read_document: Callable[[], FleetDocument], *, signs: bool = False) -> None:
+    def __init__(self, http: Http, read_document: Callable[[], FleetDocument]) -> None:
         self._http = http
         self._read_document = read_document
-        self._signs = signs
         self._heartbeat: Heartbeat | None = None
         self.options = GroupOptions()
         """Options of the next process group."""
@@ -116,7 +114,7 @@ class GroupControl:
             device=self.options.device,
             deadline=deadline,
         )
-        torch_group = open_process_group(self._http, rendezvous, deadline, signs=self._signs)
+        torch_group = open_process_group(self._http, rendezvous, deadline)
         members = [member.name for member in document.members if member.rank_offset is not None]
         return ProcessGroup(rendezvous, torch_group, epoch=document.epoch, members=members)
 
@@ -129,10 +127,10 @@ class GroupControl:
         return group
 
 
-def open_process_group(http: Http, rendezvous: Rendezvous, deadline: Deadline, *, signs: bool) -> Any:
+def open_process_group(http: Http, rendezvous: Rendezvous, deadline: Deadline) -> Any:
     """Make the engines join while this process joins, and return torch's process group.
 
-    If one side fails, the other side is ended too. ``signs``: this trainer signs its updates.
+    If one side fails, the other side is ended too.
 
     Raises:
         GroupFailed: The fleet refused, this process could not join, or the deadline passed.
@@ -145,7 +143,6 @@ def open_process_group(http: Http, rendezvous: Rendezvous, deadline: Deadline, *
         "group_name": rendezvous.name,
         "backend": rendezvous.backend,
         **rendezvous.facts(),
-        **({SIGNS_FIELD: True} if signs else {}),
     }
     reply = run_in_background(http.post, ControlCall.INIT_GROUP.path, body, timeout=deadline.seconds)
     joined = run_in_background(rendezvous.join)

@@ -24,7 +24,6 @@ from sglang_rollout.trainer.errors import NOTHING_SENT, FleetError, FleetRefused
 from sglang_rollout.trainer.ranks import Ranks, digest_bucket
 from sglang_rollout.trainer.tensors import Bucket, NoTensorError, Source, TensorSpec, full_tensor, plan_buckets
 from sglang_rollout.wire.record import UpdateOutcome, UpdateReason
-from sglang_rollout.wire.signed import SignedVersion
 from sglang_rollout.wire.trainer import FleetDocument
 
 log = logging.getLogger(__name__)
@@ -113,7 +112,6 @@ class Push:
         http: The fleet.
         group: An open process group.
         options: The settings.
-        signed: The version that the push becomes, signed; None: not signed.
         ranks: The trainer's ranks that gather together with this rank.
         tensor_sink: Receives every full tensor.
     """
@@ -124,14 +122,12 @@ class Push:
         group: BroadcastGroup,
         options: PushOptions,
         *,
-        signed: SignedVersion | None = None,
         ranks: Ranks | None = None,
         tensor_sink: TensorSink | None = None,
     ) -> None:
         self._http = http
         self._group = group
         self._options = options
-        self._signed = signed
         self._ranks = ranks
         self._tensor_sink = tensor_sink
         self.phases: dict[str, float] = {}
@@ -152,8 +148,7 @@ class Push:
         first = self._timed("prepare", lambda: self._next_bucket(prepared))
         if first is None:
             raise prepare_failure(NoTensorError())
-        begin = {} if self._signed is None else {"signed": self._signed.model_dump(mode="json")}
-        self._timed("begin", lambda: self._call("begin", ControlCall.BEGIN_UPDATE.path, begin))
+        self._timed("begin", lambda: self._call("begin", ControlCall.BEGIN_UPDATE.path, {}))
         self._timed("transfer", lambda: self._transfer(first, prepared))
         ended = self._timed("end", lambda: self._call("end", ControlCall.END_UPDATE.path, self._end_body()))
         self.fenced = read_fenced(ended)

@@ -26,7 +26,6 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from sglang_rollout.checkpoints.format import DTYPE_OF_TORCH
-from sglang_rollout.staging.index import StagedError, version_digest
 from sglang_rollout.trainer.calls import Cancellation, Deadline, Http, run_in_background
 from sglang_rollout.trainer.deltas import LastUpload
 from sglang_rollout.trainer.errors import NOTHING_SENT, FleetError, FleetRefused, FleetUnreachable, FleetUntrusted, PushFailed, is_temporary
@@ -38,7 +37,6 @@ from sglang_rollout.wire import Message
 from sglang_rollout.wire.ports import BASE_HEADER, DIGEST_HEADER, FLEET_UPDATES, TICKET_HEADER
 from sglang_rollout.wire.reasons import RefusalCode
 from sglang_rollout.wire.record import UpdateReason
-from sglang_rollout.wire.signed import SIGNS_FIELD, SignedVersion
 from sglang_rollout.wire.staged import Shard, StagedTensor
 
 log = logging.getLogger(__name__)
@@ -68,8 +66,6 @@ _ENDED = frozenset({HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT})
 
 ReadBytes = Callable[[Any], memoryview]
 """Returns a tensor's bytes in host memory."""
-Sign = Callable[[str], SignedVersion | None]
-"""Signs the version that a push becomes, given its digest. Returns None if the fleet accepts unsigned updates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +194,6 @@ class Upload:
         options: The settings of the push. ``bucket_bytes``: most bytes that are copied to host memory at a time.
         wait: When :meth:`run` returns.
         read_bytes: Returns the bytes of a full tensor.
-        sign: Signs the version; None: it is not signed.
         ranks: The trainer's ranks that gather together with this rank.
         tensor_sink: Receives every full tensor.
         last: The upload before. With it, pieces are sent as differences where that is shorter. None: all pieces are sent whole.
@@ -211,7 +206,6 @@ class Upload:
         *,
         wait: Wait,
         read_bytes: ReadBytes,
-        sign: Sign | None = None,
         ranks: Ranks | None = None,
         tensor_sink: TensorSink | None = None,
         last: LastUpload | None = None,
@@ -220,10 +214,6 @@ class Upload:
         self._options = options
         self._wait = wait
         self._read_bytes = read_bytes
-        self._sign = sign
-        self._described: list[Shard] = []
-        self._digests: dict[tuple[int, int], str] = {}
-        """SHA-256 of each piece that was sent, by shard and piece."""
         self._ranks = ranks
         self._tensor_sink = tensor_sink
         self._last = last
@@ -296,15 +286,13 @@ class Upload:
     def _open(self, shards: list[Shard], base: str) -> _Begun:
         body: dict[str, Any] = {"shards": [shard.model_dump(mode="json") for shard in shards], "label": self._options.version}
         body |= {"base": base} if base else {}
-        if self._sign is not None:
-            body[SIGNS_FIELD] = True
         try:
             begun = _Begun.model_validate(self._http.post(FLEET_UPDATES, body, timeout=self._options.timeout).get("fleet"))
         except FleetError as error:
             raise push_failure("begin", error, UNCHANGED) from error
         except ValidationError as error:
             raise PushFailed(phase="begin", reason=f"the fleet's answer is not that of an upload: {error}", advice=UNCHANGED) from error
-        self.shards, self._described = len(shards), shards
+        self.shards = len(shards)
         return begun
 
     def _transfer(self, source: Source, cutter: PieceCutter, path: str, begun: _Begun) -> None:
@@ -361,7 +349,7 @@ class Upload:
     def _send(self, piece: PieceData, path: str, begun: _Begun) -> None:
         """Send one piece, or its difference."""
         data = piece.read()
-        digest = self._digests[piece.shard, piece.piece] = hashlib.sha256(data).hexdigest()
+        digest = hashlib.sha256(data).hexdigest()
         headers = {TICKET_HEADER: begun.ticket, DIGEST_HEADER: digest, "Content-Type": "application/octet-stream"}
         target = f"{path}/pieces/{piece.shard}/{piece.piece}"
         difference = self._last.replace((piece.shard, piece.piece), digest, data) if self._last is not None else None
@@ -397,9 +385,6 @@ class Upload:
         body: dict[str, Any] = {"wait": self._wait}
         if self._options.checksums:
             body["checksums"] = {str(size): list(ranks) for size, ranks in self._options.checksums.items()}
-        signed = self._sign_version()
-        if signed is not None:
-            body["signed"] = signed.model_dump(mode="json")
         deadline = Deadline(COMMIT_STEPS * self._options.timeout)
 
         def post(seconds: float) -> dict[str, Any]:
@@ -419,16 +404,6 @@ class Upload:
         self.fenced = read_fenced(reply)
         for name, reason in self.fenced.items():
             log.warning("Version %s is committed without engine %s: %s", self._options.version, name, reason)
-
-    def _sign_version(self) -> SignedVersion | None:
-        """Return the version with the digest of what was sent, signed; None if it need not be signed."""
-        if self._sign is None:
-            return None
-        try:
-            return self._sign(version_digest(self._described, self._digests))
-        except StagedError as error:
-            reason = f"the version could not be signed, because the fleet asked for pieces of another size: {error}"
-            raise PushFailed(phase="end", reason=reason, advice=UNCHANGED) from error
 
     def _has_ended(self, reply: dict[str, Any]) -> bool:
         fleet = reply.get("fleet")

@@ -9,7 +9,6 @@ from pydantic import Field
 from sglang_rollout.wire import Message
 from sglang_rollout.wire.ports import WIRE_VERSION
 from sglang_rollout.wire.reasons import GateReason, Refusal
-from sglang_rollout.wire.signed import SignedVersion
 from sglang_rollout.wire.states import EngineState, FleetState, StagedCopy, StagedVersion, Version
 
 
@@ -57,8 +56,6 @@ class AgentStatus(Message):
     sglang_version: str | None = None
     probes_port: bool = False
     """The pod's gate listens on the port of probes. Agents of earlier releases do not say so, and their gates do not."""
-    signed_only: bool = False
-    """The agent verifies signatures, and acknowledges only signed versions."""
     takes_copies: bool = False
     """The pod was made for transport Staged, and can hold copies of versions."""
     staged: list[StagedCopy] = Field(default_factory=list)
@@ -114,8 +111,6 @@ class AckRequest(Message):
     cohort: list[str]
     verified: bool = False
     """The weights were released and restored, and their checksum equals that of the version. The engine needs no update then."""
-    signed: SignedVersion | None = None
-    """The version, signed by its trainer. An agent that demands signatures refuses a version without one."""
 
 
 class FenceRequest(Message):

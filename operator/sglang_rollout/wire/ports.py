@@ -85,7 +85,6 @@ AGENT_SYNC = "/agent/sync"  # POST SyncRequest -> AgentStatus
 AGENT_RUN = "/agent/run"  # POST SyncRequest -> AgentStatus: as AGENT_SYNC, and the engine generates again after a pause
 AGENT_PREFLIGHT = "/agent/preflight"  # POST PreflightRequest -> PreflightReply
 AGENT_CHECKPOINT = "/agent/checkpoint"  # POST CheckpointRequest -> CheckpointReply: can the engine load this folder?
-AGENT_SIGNATURE = "/agent/signature"  # POST SignedVersion -> AgentStatus: would this engine accept the signature?
 AGENT_ACK = "/agent/ack"  # POST AckRequest -> AgentStatus: the engine holds this version completely
 AGENT_FENCE = "/agent/fence"  # POST FenceRequest -> AgentStatus: give up an incomplete update: gate closed, engine not paused
 

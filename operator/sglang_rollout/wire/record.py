@@ -10,7 +10,6 @@ from pydantic import Field
 from sglang_rollout.wire import Message
 from sglang_rollout.wire.ports import WIRE_VERSION
 from sglang_rollout.wire.reasons import GateReason
-from sglang_rollout.wire.signed import SignedVersion
 from sglang_rollout.wire.states import EngineState, FleetState, StagedVersion, Version
 
 
@@ -137,8 +136,6 @@ class EndedUpdate(Message):
     """Bytes of the tensors that were sent; None: not known, as for handles of GPU memory."""
     reason: UpdateReason | None = None
     """Why the update did not commit on all engines, as a code; None: it did."""
-    signed_by: str = ""
-    """ID of the key that signed the version; empty: it was not signed."""
     update: str = ""
     """ID of the update, with transport Staged; empty otherwise."""
     transferred: int | None = None
@@ -250,8 +247,6 @@ class Record(Message):
     committed: Version
     author: str = ""
     """Caller that pushed the committed version; empty: not known, or no caller did."""
-    signed: SignedVersion | None = None
-    """The committed version as its trainer signed it; None: it was not signed."""
     intent_generation: int = 0
     """Generation of the intent that the coordinator has applied."""
     engines: list[EngineRow] = Field(default_factory=list)
@@ -270,8 +265,6 @@ class Record(Message):
     """When this update was opened (RFC 3339); empty: no update was open, or an earlier release wrote the record."""
     under_way_update: str = ""
     """ID of this update (transport Staged); empty: it has none."""
-    under_way_signed: SignedVersion | None = None
-    """That version as its trainer signed it; None: it was not signed."""
     failed_commit: FailedCommitRow | None = None
     """Failure that the calls repeat which would have committed the last update, or the open one. None: neither failed nor open."""
     next_run: int = 0

@@ -50,15 +50,6 @@ class StoreRow(Message):
     """Why it could not get the committed version from the agents or from a snapshot, as a sentence; empty if nothing failed."""
 
 
-class Signing(Message):
-    """What the signature of the next version must name."""
-
-    uid: str
-    """``metadata.uid`` of the rollout."""
-    version: Version
-    """Version that a push becomes whose label is the query's ``label``; without it, of a push without a label."""
-
-
 class FleetDocument(Message):
     """``GET /fleet``: state of the fleet for trainers and people."""
 
@@ -108,8 +99,6 @@ class FleetDocument(Message):
     """ID of the open update, with transport Staged; null: none is open."""
     store: StoreRow | None = None
     """The weight store; null: the transport is not Staged."""
-    signing: Signing | None = None
-    """What the signature of the next version must name; null: the fleet accepts unsigned updates."""
 
 
 class ModelTensors(Message):

@@ -75,10 +75,6 @@ ACCEPTED: dict[str, dict[str, Any]] = {
     "values that are no flags": {"engine": {"args": ["--json-model-override-args", '{"a": -1}', "--stream-interval", "-1"]}},
     "code in the router": {"router": {"args": ["--enable-wasm", "--log-level", "debug"], "acceptFlags": ["--enable-wasm"]}},
     "experts that move": {"weights": {"verify": "Off"}, "engine": {"parallelism": {"tensor": 2, "expert": 2}, "eplb": True}},
-    "signed uploads": {
-        "weights": {"transport": "Staged", "staging": {"sizeLimit": "1Gi"}},
-        "security": {"signatures": {"publicKeySecret": "keys", "requireChecksums": True}},
-    },
     "one failure is enough": {"scheduling": {"avoidNodes": {"failures": 1, "withinSeconds": 60, "forSeconds": 60}}},
     "three failures in little more than two minutes": {"scheduling": {"avoidNodes": {"failures": 3, "withinSeconds": 121}}},
     "another label of a group": {"podTemplate": {"metadata": {"labels": {"scheduling.x-k8s.io/pod-group": "mine"}}}},

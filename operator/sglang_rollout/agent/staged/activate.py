@@ -297,9 +297,6 @@ class Activator:
         refused = s.activation_refusal(agent.state, request.ack.boot_id)
         if refused is None and agent.giving_up_since is not None:
             refused = Refusal(RefusalCode.CONFLICT, "The agent is giving up an update (/agent/fence).")
-        if refused is None and agent.signatures is not None:
-            refused = agent.signatures.ack_refusal(request.ack, agent.state.record, self._tensor_size)
-            refused = refused or agent.signatures.digest_refusal(request.ack.signed, request.digest)
         refused = refused or self._way.engine_refusal(agent.engine.info)
         if refused is not None:
             raise ActivationError(refused, wrote=False, status=409)

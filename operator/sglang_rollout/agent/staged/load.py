@@ -111,7 +111,6 @@ class Load:
             request.ack,
             ANSWER_SECONDS,
             attempt=self._attempt,
-            digest=request.digest,
             checksums=wants,
             expected=expected,
         )

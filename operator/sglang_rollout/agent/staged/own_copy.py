@@ -62,7 +62,7 @@ class OwnCopyWatch:
             return False
 
     def _find_version(self) -> ActivateRequest | None:
-        """Return the request to load the committed version; None if a pod lacks the complete copy, or without proof of its author."""
+        """Return the request to load the committed version; None if a pod lacks the complete copy."""
         agent = self._agent
         committed, staged, boot_id = agent.state.record.committed, agent.state.record.staged, agent.state.record.boot_id
         if committed is None or staged is None or boot_id is None:
@@ -72,8 +72,6 @@ class OwnCopyWatch:
         known = self._saved.load(staged.update)
         ack = known.ack if known is not None and known.digest == staged.digest and known.ack is not None else None
         if ack is None or not _is_same(ack.version, committed):
-            if agent.signatures is not None:
-                return None
             ack = AckRequest(version=committed, boot_id=boot_id, cohort=[agent.name])
         own = ack.model_copy(update={"boot_id": boot_id, "verified": False})
         return ActivateRequest(update=staged.update, digest=staged.digest, ack=own, mode=agent.limits.pause_mode)

@@ -117,7 +117,6 @@ def _build_last_update(last: EndedUpdate) -> LastUpdate:
         phases_ms=last.phases_ms,
         engines=len(last.engines),
         author=last.author[:MAX_AUTHOR],
-        signed_by=last.signed_by,
     )
 
 

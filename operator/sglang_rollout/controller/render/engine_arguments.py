@@ -90,9 +90,6 @@ def agent_args(rollout: SGLangRollout, engine: str, ports: EnginePorts) -> list[
         args += ["--nodes", str(pods), "--node-rank", _RANK, "--leader", head, "--advertise", f"[$({_IP_ENV})]:{ports.gate}"]
     if rollout.spec.mode is Mode.HYBRID:
         args.append("--takes-tensors")
-    if signatures := rollout.spec.security.signatures:
-        args += ["--public-keys", names.PUBLIC_KEYS_DIR, "--rollout-uid", rollout.metadata.uid]
-        args += ["--require-checksums"] if signatures.require_checksums else []
     # A co-located trainer calls each engine by itself. The agent forwards such calls to the coordinator.
     return [*args, *staging.agent_arguments(rollout), *tls.agent_arguments(rollout)]
 

@@ -112,7 +112,6 @@ def _pod_template(rollout: SGLangRollout, settings: Settings, index: int, revisi
                 common.TMP_VOLUME,
                 common.control_volume(names.credentials_name(rollout.name), name),
                 *tls.agent_volumes(rollout),
-                *_key_volumes(rollout),
                 *volumes(rollout),
                 *staging.pod_volumes(rollout),
             ],
@@ -155,7 +154,6 @@ def _agent(rollout: SGLangRollout, settings: Settings, name: str, ports: EngineP
         command=("agent",),
         mounts=[
             *(RUN_MOUNT, GATE_MOUNT, AGENT_MOUNT, common.TMP_MOUNT, common.CONTROL_MOUNT, *tls.agent_mounts(rollout)),
-            *({"name": volume["name"], "mountPath": names.PUBLIC_KEYS_DIR, "readOnly": True} for volume in _key_volumes(rollout)),
             *staging.agent_mounts(rollout),
         ],
         restartPolicy="Always",
@@ -168,14 +166,6 @@ def _agent(rollout: SGLangRollout, settings: Settings, name: str, ports: EngineP
             own_resources(AGENT_CONTAINER, rollout.spec.engine.agent_resources), staging.staging_of(rollout)
         ),
     )
-
-
-def _key_volumes(rollout: SGLangRollout) -> list[Object]:
-    """Return the volume with the public keys of trainers, if updates must be signed. Engines start without the Secret, too."""
-    signatures = rollout.spec.security.signatures
-    if signatures is None:
-        return []
-    return [{"name": "rollout-public-keys", "secret": {"secretName": signatures.public_key_secret, "optional": True, "defaultMode": 0o444}}]
 
 
 def _engine(rollout: SGLangRollout, name: str, ports: EnginePorts) -> Object:

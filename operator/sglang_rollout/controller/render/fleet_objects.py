@@ -119,7 +119,6 @@ def intent(rollout: SGLangRollout, gates: Mapping[str, int]) -> Object:
         generation=rollout.metadata.generation,
         name=rollout.name,
         namespace=rollout.namespace,
-        uid=rollout.metadata.uid,
         engines=[_wanted_engine(rollout, index, gates) for index in range(spec.engines)],
         store=_wanted_store(rollout),
         base=spec.base if spec.elastic else None,

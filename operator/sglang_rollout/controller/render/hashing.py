@@ -38,11 +38,9 @@ def revision(rollout: SGLangRollout, engine: int = 0) -> str:
         del written["scheduling"]
     # A field of the PodGroup only.
     scheduling.get("gang", {}).pop("timeoutSeconds", None)
+    # The router reads all else of security.
     if volumes := tls.agent_volumes(rollout):
         written["tls"] = volumes
-    # The rest of security is read by the router, or changes while engines run.
-    if rollout.spec.security.signatures is not None:
-        written["signatures"] = rollout.spec.security.signatures.model_dump(mode="json", by_alias=True, exclude_defaults=True)
     if staged := pod_revision(rollout):
         written["staging"] = staged
     if surplus := _surplus_fields(rollout, engine):

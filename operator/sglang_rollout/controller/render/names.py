@@ -96,8 +96,6 @@ PACKAGE_DIR = "/run/rollout-package"
 """Folder of the weight store with the operator's Python package, because its image is that of the engines."""
 CONTROL_DIR = "/etc/sglang-rollout/control"
 TOKEN_FILE = f"{CONTROL_DIR}/{TOKEN_KEY}"
-PUBLIC_KEYS_DIR = "/etc/sglang-rollout/public-keys"
-"""Folder in the agent's container with the public keys of trainers."""
 
 
 CHILD_KINDS = (

@@ -40,7 +40,6 @@ from sglang_rollout.coordinator.update.versions import MAX_LABEL_CHARACTERS
 from sglang_rollout.sglang.api import DEFAULT_PAUSE_MODE, DISK_LOAD_FORMATS, MEMORY_TAGS, PAUSE_MODES, TENSOR_LOAD_FORMATS, ControlCall
 from sglang_rollout.wire import find_lone_surrogate
 from sglang_rollout.wire.reasons import RefusedError, quote_value
-from sglang_rollout.wire.signed import SIGNS_FIELD, SignedVersion
 from sglang_rollout.wire.staged import DIGEST_PATTERN, MAX_SHARDS, Shard
 from sglang_rollout.wire.trainer import ControlReply
 
@@ -101,21 +100,8 @@ def pause(body: Fields) -> Request:
 
 
 def begin(body: Fields) -> Begin:
-    """``/begin_weight_update``. ``signed`` is a field of this project."""
-    return Begin({key: value for key, value in body.items() if key != "signed"}, _signed(body))
-
-
-def _signed(body: Fields) -> SignedVersion | None:
-    if "signed" not in body:
-        return None
-    try:
-        signed = SignedVersion.model_validate(body["signed"])
-    except ValidationError as error:
-        problem = error.errors()[0]
-        where = ".".join(map(str, ("signed", *problem["loc"])))
-        raise RefusedError(f"{where}: {problem['msg']}.") from None
-    _label(signed.label, "signed.label")
-    return signed
+    """``/begin_weight_update``."""
+    return Begin(dict(body))
 
 
 def end(body: Fields) -> End:
@@ -135,7 +121,7 @@ def upload(body: Fields) -> Upload:
     except ValidationError as error:
         problem = error.errors()[0]
         raise RefusedError(f"shards: {'.'.join(map(str, problem['loc']))}: {problem['msg']}.") from None
-    return Upload(parsed, _label(body.get("label"), "label"), signs=body.get(SIGNS_FIELD) is True, base=_base(body))
+    return Upload(parsed, _label(body.get("label"), "label"), base=_base(body))
 
 
 def _base(body: Fields) -> str:
@@ -152,17 +138,17 @@ def restore(body: Fields) -> tuple[str, str | None]:
         raise RefusedError(
             f"from must be the label, the run/step or the update of a version: a text of 1 to {MAX_NAME_CHARACTERS} characters."
         )
-    if body.keys() & {"shards", "signed", "base"}:
-        raise RefusedError("from takes no shards, no base and no signature: the weight store has the tensors.")
+    if body.keys() & {"shards", "base"}:
+        raise RefusedError("from takes no shards and no base: the weight store has the tensors.")
     return name, _label(body.get("label"), "label")
 
 
 def commit_upload(update: str, body: Fields) -> CommitUpload:
-    """``POST /fleet/updates/{update}/commit``. ``signed``: see :func:`begin`."""
+    """``POST /fleet/updates/{update}/commit``."""
     wait = body.get("wait", COMMITTED)
     if wait not in (STAGED, COMMITTED):
         raise RefusedError(f"wait {quote_value(wait)} is not known: use {STAGED} or {COMMITTED}.")
-    return CommitUpload(update, wait == COMMITTED, _checksums(body), _signed(body))
+    return CommitUpload(update, wait == COMMITTED, _checksums(body))
 
 
 def _checksums(body: Fields) -> dict[int, tuple[str, ...]]:

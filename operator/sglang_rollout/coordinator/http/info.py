@@ -15,7 +15,6 @@ from sglang_rollout.coordinator.http.dialects import parse, weights_by_name
 from sglang_rollout.coordinator.update import adapters as lora
 from sglang_rollout.coordinator.update.membership import why_incomplete
 from sglang_rollout.coordinator.update.model import Fleet
-from sglang_rollout.coordinator.update.signatures import next_signing
 from sglang_rollout.coordinator.update.snapshots import why_lost
 from sglang_rollout.sglang.api import MODEL_INFO, MODELS, SERVER_INFO
 from sglang_rollout.wire.access import CALLER_HEADER, RELAYED_CALLER_HEADER, PathKind
@@ -43,8 +42,8 @@ WEIGHTS_DEADLINE_SECONDS = 30.0
 """An engine answers between two batches of requests."""
 
 
-def make_document(parts: Parts, label: str | None = None) -> FleetDocument:
-    """Return the discovery document (``GET /fleet``). ``label``: label of the version that the caller will push, if known."""
+def make_document(parts: Parts) -> FleetDocument:
+    """Return the discovery document (``GET /fleet``)."""
     machine = parts.machine
     fleet = machine.fleet
     committed = _committed(parts)
@@ -86,7 +85,6 @@ def make_document(parts: Parts, label: str | None = None) -> FleetDocument:
         transport=fleet.policy.transport.value,
         update=fleet.update.staged.id if fleet.update is not None and fleet.update.staged is not None else None,
         store=_store_row(fleet),
-        signing=next_signing(fleet, label),
         urls={"control": parts.public_url, "data": parts.generate_url},
     )
 
@@ -170,7 +168,7 @@ async def check_data_caller(request: web.Request) -> web.Response:
 
 async def get_document(request: web.Request) -> web.Response:
     """``GET /fleet``."""
-    found = make_document(request.app[PARTS], request.query.get("label") or None)
+    found = make_document(request.app[PARTS])
     return web.json_response(found.model_dump(mode="json"))
 
 

@@ -108,8 +108,6 @@ async def catch_up(fleet: Fleet, name: str, found: Checkpoint | StagedVersion) -
     engine.note = f"it loads version {version.label} from {_describe(found)}."
     names: Iterable[str] = ()
     try:
-        if engine.signed_only and fleet.weights.signed is None:
-            raise _FailedError("that version is not signed, and this fleet accepts signed versions only")
         if isinstance(found, StagedVersion):
             await _load_copy(fleet, engine, found, version)
             await turn()
@@ -153,8 +151,7 @@ async def _load_copy(fleet: Fleet, engine: Engine, found: StagedVersion, version
         raise _FailedError("the engine was restarted meanwhile")
     if fleet.weights.staged != found:
         raise _FailedError("another version was committed meanwhile")
-    signed = fleet.weights.signed
-    ack = AckRequest(version=version, boot_id=boot, cohort=[name], signed=signed)
+    ack = AckRequest(version=version, boot_id=boot, cohort=[name])
     right = fleet.weights.checksums.get(engine.tensor_size)
     verifies = fleet.policy.verify is not Verify.OFF
     expected = {name: right if verifies else None}
@@ -204,8 +201,6 @@ def _may_copy(fleet: Fleet, engine: Engine) -> bool:
     if engine.status is None or not engine.reachable or engine.status.draining or fleet.now < engine.retry_at:
         return False
     if not engine.takes_copies:
-        return False
-    if engine.signed_only and fleet.weights.signed is None:
         return False
     return not engine.is_copying and not engine.is_catching_up
 
@@ -345,8 +340,7 @@ async def _open_gate(fleet: Fleet, engine: Engine, version: Version) -> None:
             raise _FailedError(f"it could not be paused like the rest of the fleet: {paused.message.rstrip('.')}")
     if fleet.pause is not None:
         fleet.pause.engines = (*fleet.pause.engines, name)
-    signed = fleet.weights.signed if fleet.committed == version else None
-    body = AckRequest(version=version, boot_id=engine.boot, cohort=[name], signed=signed).model_dump(mode="json")
+    body = AckRequest(version=version, boot_id=engine.boot, cohort=[name]).model_dump(mode="json")
     reply = await _call_one(name, AGENT_ACK, body, fleet.policy.deadlines.update_seconds)
     if not reply.ok:
         raise _FailedError(reply.message.rstrip("."))

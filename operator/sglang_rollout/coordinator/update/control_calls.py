@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_rollout.api.weights_spec import Transport
-from sglang_rollout.coordinator.update import adapters, hybrid, memory, process_groups, signatures, sources, staged, transaction
+from sglang_rollout.coordinator.update import adapters, hybrid, memory, process_groups, sources, staged, transaction
 from sglang_rollout.coordinator.update import requests as rq
 from sglang_rollout.coordinator.update.failed_commit import find_repeated_failure
 from sglang_rollout.coordinator.update.interruption import Cause
@@ -124,12 +124,7 @@ STANDALONE: Table = {
         transaction.pause, NO_UPDATE, Abandon("the trainer paused again without ending its update"), exception=_coordinator_paused
     ),
     rq.Continue: Handler(transaction.continue_all),
-    rq.Begin: Handler(
-        transaction.begin,
-        NO_UPDATE,
-        Abandon("the trainer began again without ending its update"),
-        prepare=signatures.check_begin,
-    ),
+    rq.Begin: Handler(transaction.begin, NO_UPDATE, Abandon("the trainer began again without ending its update")),
     rq.Update: Handler(sources.receive_from_group),
     rq.End: Handler(
         transaction.end,
@@ -175,12 +170,7 @@ STANDALONE: Table = {
 """A fleet with GPUs of its own."""
 STAGED: Table = {
     **STANDALONE,
-    rq.Begin: Handler(
-        staged.begin,
-        NO_UPDATE,
-        Abandon("the trainer began again without ending its update"),
-        prepare=signatures.check_begin,
-    ),
+    rq.Begin: Handler(staged.begin, NO_UPDATE, Abandon("the trainer began again without ending its update")),
     rq.Update: Handler(staged.receive),
     rq.FromDisk: Refuse(
         "This fleet loads no checkpoints from disk (weights.transport: Staged): upload the tensors with POST /fleet/updates, or send them"
@@ -193,7 +183,7 @@ STAGED: Table = {
         Abandon("the trainer began an upload without ending its update"),
         prepare=staged.check_upload,
     ),
-    rq.CommitUpload: Handler(staged.commit_upload, prepare=signatures.check_commit),
+    rq.CommitUpload: Handler(staged.commit_upload),
     rq.WithdrawUpload: Handler(staged.withdraw_upload),
 }
 """A fleet with GPUs of its own whose tensors go to the weight store first (``weights.transport: Staged``)."""

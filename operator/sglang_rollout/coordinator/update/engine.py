@@ -113,11 +113,6 @@ class Engine:
         return self.status is not None and (self.status.woken or self.status.state is EngineState.UNKNOWN)
 
     @property
-    def signed_only(self) -> bool:
-        """True if its agent acknowledges only signed versions."""
-        return self.status is not None and self.status.signed_only
-
-    @property
     def paused(self) -> bool:
         """True if it is paused: its agent reports it, or it has answered the call."""
         return self.status is not None and self.status.paused

@@ -30,7 +30,6 @@ from sglang_rollout.coordinator.update.store import STORE, Store
 from sglang_rollout.coordinator.update.versions import AnnouncedTensors, newest, order_key
 from sglang_rollout.wire.agent import AgentStatus
 from sglang_rollout.wire.record import EndedUpdate, Record, UpdateOutcome, UpdateReason
-from sglang_rollout.wire.signed import SignedVersion
 from sglang_rollout.wire.staged import StoreStatus
 from sglang_rollout.wire.states import BASE, EngineState, StagedVersion, Version
 
@@ -126,7 +125,6 @@ class Knowledge:
         fleet, known = self._fleet, self._fleet.engines
         fleet.policy = event.intent.weights
         fleet.paths = tuple(event.intent.security.paths)
-        fleet.uid, fleet.signatures_demanded = event.intent.uid, event.intent.security.signatures is not None
         fleet.generation, fleet.membership.base = event.intent.generation, event.intent.base
         adapters = event.intent.adapters
         fleet.adapters.of_spec = None if adapters is None else {adapter.name: adapter for adapter in adapters}
@@ -219,7 +217,7 @@ class Knowledge:
             if same if fleet.is_staged else before == {(name, engine.boot) for name, engine in fleet.members().items()}:
                 self._signature = self._members()
             self._wait_for_trainer(self._record)
-        fleet.commit(proved.committed, self._find_author(proved.committed), self._find_signed(proved.committed))
+        fleet.commit(proved.committed, self._find_author(proved.committed))
         fleet.weights.staged = self._find_staged(proved.committed)
         if self._record is not None and self._record.committed == proved.committed:
             fleet.weights.checksums, fleet.weights.disk = dict(self._record.checksums), self._record.disk
@@ -292,11 +290,6 @@ class Knowledge:
         is_under_way = record.under_way is not None and order_key(record.under_way) == order_key(version)
         return record.holder if is_under_way else ""
 
-    def _find_signed(self, version: Version) -> SignedVersion | None:
-        """Return a version as its trainer signed it, from the record of the earlier coordinator; None if it is not there."""
-        known = (self._record.signed, self._record.under_way_signed) if self._record is not None else ()
-        return next((signed for signed in known if signed is not None and signed.version == version), None)
-
     def _has_recreated_engine(self, record: Record) -> bool:
         """Return True if an engine of the record has another boot ID and its agent knows of no commit. What the engine held is lost."""
         before = {row.name: row.boot_id for row in record.engines if row.boot_id is not None}
@@ -318,7 +311,7 @@ class Knowledge:
             return
         proved = prove_version(None, self._statuses(), self._given_up)
         if order_key(proved) > order_key(fleet.committed):
-            fleet.commit(proved, self._find_author(proved), self._find_signed(proved))
+            fleet.commit(proved, self._find_author(proved))
             fleet.weights.staged = self._find_staged(proved)
             self._note_proved(proved)
             self.outdated = self._find_outdated()

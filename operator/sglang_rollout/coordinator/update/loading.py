@@ -51,7 +51,7 @@ async def load_version(fleet: Fleet, update: Update, staged: StagedUpdate, names
         raise RuntimeError("no engine loads a version that is not complete")
     wanted = StagedVersion(update=staged.id, digest=staged.digest, bytes=staged.bytes)
     cohort = update.remaining()
-    acks = {name: AckRequest(version=staged.version, boot_id=update.boots[name], cohort=cohort, signed=update.signed) for name in names}
+    acks = {name: AckRequest(version=staged.version, boot_id=update.boots[name], cohort=cohort) for name in names}
     expected = {name: _expected(fleet, update, staged, name) for name in names}
     staged.called += [name for name in names if name not in staged.called]
     results = await activate(fleet, wanted, acks, expected, checksums=should_verify(fleet), resumes=resumes, seconds=_load_limit(fleet))
@@ -256,7 +256,7 @@ async def load_committed(fleet: Fleet, names: Iterable[str]) -> Answer:
         raise RuntimeError("no engine can load the committed version before its contents are known")
     known = {} if fleet.policy.verify is Verify.OFF else dict(fleet.weights.checksums)
     part = StagedUpdate(found.update, "", bytes=found.bytes, version=version, digest=found.digest, checksums=known)
-    update = Update(boots, fleet.now, signed=fleet.weights.signed, staged=part)
+    update = Update(boots, fleet.now, staged=part)
     await load_groups(fleet, update, part, is_open=False)
     if fleet.weights.staged == found:
         fleet.weights.checksums |= part.checksums

@@ -254,9 +254,7 @@ async def compare_woken(fleet: Fleet, names: list[str]) -> Answer:
     results = await send(ControlCall.CHECK_WEIGHTS.path, same_body(known, CHECKSUM), fleet.policy.deadlines.update_seconds)
     same_bytes = [name for name in known if results[name].checksums == right[name]]
     acks = {
-        name: AckRequest(
-            version=committed, boot_id=fleet.engines[name].boot or "", cohort=[name], verified=True, signed=fleet.weights.signed
-        ).model_dump(mode="json")
+        name: AckRequest(version=committed, boot_id=fleet.engines[name].boot or "", cohort=[name], verified=True).model_dump(mode="json")
         for name in same_bytes
     }
     await send(AGENT_ACK, acks, fleet.policy.deadlines.pause_seconds, idempotent=True)

@@ -22,7 +22,6 @@ from sglang_rollout.coordinator.update.store import STORE, Store
 from sglang_rollout.coordinator.update.versions import Committed
 from sglang_rollout.wire.agent import SyncRequest
 from sglang_rollout.wire.record import Adapter, EndedUpdate, Isolation, Record
-from sglang_rollout.wire.signed import SignedVersion
 from sglang_rollout.wire.states import FleetMode, FleetState, Version
 
 MAX_REASONS_CHARACTERS = 100_000
@@ -67,10 +66,6 @@ class Fleet:
     policy: Weights = field(default_factory=Weights)
     paths: tuple[str, ...] = ()
     """Folders below which trainers may name checkpoints and adapters; empty: all."""
-    uid: str = ""
-    """``metadata.uid`` of the rollout; empty without Kubernetes."""
-    signatures_demanded: bool = False
-    """True if the spec demands signatures of weight updates."""
     generation: int = 0
     """Generation of the intent that was acted on."""
     store: Store | None = None
@@ -264,15 +259,14 @@ class Fleet:
             raise RuntimeError("no update is open")
         return self.update
 
-    def commit(self, version: Version, author: str, signed: SignedVersion | None) -> None:
+    def commit(self, version: Version, author: str) -> None:
         """Make this the committed version.
 
         Args:
             version: The version.
             author: The caller that pushed it; empty: not known, or no caller did.
-            signed: The version as its trainer signed it; None: it was not signed.
         """
-        self.weights.commit(version, author, self.policy.max_staleness or 0, signed)
+        self.weights.commit(version, author, self.policy.max_staleness or 0)
 
     def tolerated(self) -> list[Version]:
         """Return the older versions that may be served."""
@@ -348,7 +342,6 @@ class Fleet:
             epoch=self.epoch,
             committed=weights.version,
             author=weights.author,
-            signed=weights.signed,
             intent_generation=self.generation,
             engines=[engine.row(room) for engine in self.engines.values()],
             joined=[group.row(places) for group in self.groups.values()],
@@ -359,7 +352,6 @@ class Fleet:
             under_way=self.target() if self.update is not None else None,
             under_way_since=self._wall_time(self.update.started) if self.update is not None else "",
             under_way_update=self.update.staged.id if self.update is not None and self.update.staged is not None else "",
-            under_way_signed=self.update.signed if self.update is not None else None,
             failed_commit=make_row(self.transaction.failed, self.update, self.requested_pause),
             next_run=weights.next_run,
             fleet_id=weights.fleet_id,

@@ -10,7 +10,6 @@ from sglang_rollout.coordinator.update.membership import engines_without_tensors
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.phases import Phase, StagedUpdate, Update
 from sglang_rollout.coordinator.update.requests import Answer
-from sglang_rollout.coordinator.update.signatures import compares_checksums
 from sglang_rollout.coordinator.update.staging import kept_updates
 from sglang_rollout.coordinator.update.steps import (
     FENCE_DEADLINE_SECONDS,
@@ -94,8 +93,7 @@ async def verify_and_commit(fleet: Fleet, update: Update, results: Results, *, a
     await announce_model_tensors(fleet, update, update.remaining())
     update.drop(find_incomplete(fleet, update), UpdateReason.INCOMPLETE)
     if has_enough_engines(fleet, update) and should_verify(fleet):
-        others = [name for name in update.remaining() if not compares_checksums(fleet, update, name)]
-        update.drop(await verify(fleet, others), UpdateReason.VERIFICATION_FAILED)
+        update.drop(await verify(fleet, update.remaining()), UpdateReason.VERIFICATION_FAILED)
     if not has_enough_engines(fleet, update):
         return await _fail_for(fleet, update, results)
     # An engine whose memory is released has no cache and has computed nothing since.
@@ -213,14 +211,8 @@ async def reply_and_fence_dropped(fleet: Fleet, answer: Answer, *, besides: Coll
 async def _acknowledge(fleet: Fleet, update: Update, version: Version) -> Results:
     """Ask every engine that may still commit to record that it holds the version. Drop those that do not."""
     cohort = update.remaining()
-    deadlines, signed = fleet.policy.deadlines, update.signed
-    bodies = {
-        name: AckRequest(version=version, boot_id=update.boots[name], cohort=cohort, signed=signed).model_dump(mode="json")
-        for name in cohort
-    }
-    # Agents compare signed checksums first, which takes as long as a verification.
-    limit = deadlines.update_seconds if signed is not None and signed.checksums else deadlines.pause_seconds
-    results = await send(AGENT_ACK, bodies, limit, patience=PATIENCE_SECONDS, idempotent=True)
+    bodies = {name: AckRequest(version=version, boot_id=update.boots[name], cohort=cohort).model_dump(mode="json") for name in cohort}
+    results = await send(AGENT_ACK, bodies, fleet.policy.deadlines.pause_seconds, patience=PATIENCE_SECONDS, idempotent=True)
     for name in cohort:
         if not _acknowledged(results, name, version):
             said = results[name].message if name in results else "no answer"
@@ -367,7 +359,7 @@ def summarize_update(
     return EndedUpdate(
         version=version, outcome=outcome, message=message[:MAX_REASON_CHARACTERS], finished=fleet.finished(), phases_ms=fleet.phases_ms(),
         engines=list(engines), author=update.author, bytes=update.bytes, reason=update.reason,
-        signed_by=update.signed.key if update.signed is not None else "", update=update.staged.id if update.staged is not None else "",
+        update=update.staged.id if update.staged is not None else "",
         transferred=update.staged.transferred if update.staged is not None else None,
     )  # fmt: skip
 

@@ -19,7 +19,6 @@ from enum import StrEnum
 
 from sglang_rollout.coordinator.update.requests import Answer, Call
 from sglang_rollout.wire.record import MAX_RECENT_UPDATES, EndedUpdate, UpdateOutcome, UpdateReason
-from sglang_rollout.wire.signed import SignedVersion
 from sglang_rollout.wire.states import Version
 
 
@@ -198,8 +197,6 @@ class Update:
     """The tensors of the checkpoint that is loaded, if they are known."""
     bytes: int | None = 0
     """Bytes of the tensors that were announced; None: not known."""
-    signed: SignedVersion | None = None
-    """The version, signed by the trainer; None: the fleet accepts unsigned updates."""
     staged: StagedUpdate | None = None
     """The weight store's part; None: the transport is not Staged."""
     dropped: dict[str, str] = field(default_factory=dict)

@@ -21,7 +21,6 @@ from sglang_rollout.coordinator.update.outcome import abandon
 from sglang_rollout.coordinator.update.phases import Phase
 from sglang_rollout.coordinator.update.ranks import Group, GroupSpec, check_group
 from sglang_rollout.coordinator.update.requests import Answer, Body, CloseGroup, Master, OpenGroup
-from sglang_rollout.coordinator.update.signatures import refuse_trainer_without_key
 from sglang_rollout.coordinator.update.steps import (
     FENCE_DEADLINE_SECONDS,
     GRACE_SECONDS,
@@ -79,7 +78,6 @@ async def check_group_request(fleet: Fleet, ask: OpenGroup) -> CheckedGroup:
     """Check the request, and ask every pod whether it reaches the trainer."""
     if fleet.policy.transport is Transport.DISK:
         raise RefusedError(DISK_ONLY)
-    refuse_trainer_without_key(fleet, ask.body)
     asked_at, boots = fleet.now, require_members(fleet)
     spec = _check_request(fleet, ask.body)
     backend = spec.backend or fleet.policy.backend.value

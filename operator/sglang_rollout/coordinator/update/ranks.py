@@ -13,7 +13,6 @@ from typing import Any
 from sglang_rollout.coordinator.update.store import STORE
 from sglang_rollout.wire.reasons import RefusedError, quote_value
 from sglang_rollout.wire.record import FleetGroup, GroupRow
-from sglang_rollout.wire.signed import SIGNS_FIELD
 
 TRAINER_RANKS = 1
 """Ranks of the trainer: it is rank 0, alone."""
@@ -88,7 +87,7 @@ def check_group(body: Mapping[str, Any], table: RankTable) -> GroupSpec:
     backend = body.get("backend")
     if backend is not None and (not isinstance(backend, str) or not backend.strip()):
         raise RefusedError(f"backend {quote_value(backend)} is not a torch.distributed backend: use nccl or gloo, or leave it out.")
-    known = {"master_address", "master_port", "rank_offset", "world_size", "group_name", "backend", "nccl", SIGNS_FIELD}
+    known = {"master_address", "master_port", "rank_offset", "world_size", "group_name", "backend", "nccl"}
     extra = {key: value for key, value in body.items() if key not in known}
     return GroupSpec(name, host, port, world_size, backend, extra)
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_rollout.wire.reasons import GateReason, Refusal, RefusalCode
-from sglang_rollout.wire.signed import SignedVersion
 from sglang_rollout.wire.staged import Shard
 
 Body = Mapping[str, Any]
@@ -62,8 +61,6 @@ class Begin:
     """``/begin_weight_update``."""
 
     body: Body = field(default_factory=dict)
-    signed: SignedVersion | None = None
-    """The version that the update becomes, signed by the trainer."""
 
 
 @dataclass(frozen=True)
@@ -125,8 +122,6 @@ class Upload:
 
     shards: tuple[Shard, ...]
     label: str | None = None
-    signs: bool = False
-    """True if the trainer signs the version with the commit."""
     source: str = ""
     """ID of the update whose version the weight store brings again; empty: the trainer sends the pieces."""
     base: str = ""
@@ -142,8 +137,6 @@ class CommitUpload:
     """False: answer when the weight store has the complete version; True: when it is committed."""
     checksums: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     """What the trainer says its weights are, as in :class:`End`."""
-    signed: SignedVersion | None = None
-    """The version that the update becomes, signed by the trainer."""
 
 
 @dataclass(frozen=True)

@@ -83,8 +83,6 @@ def _may_load(fleet: Fleet, name: str) -> bool:
     engine = fleet.engines[name]
     if not fleet.is_staged or not engine.member or engine.released or fleet.now < engine.retry_at:
         return False
-    if engine.signed_only and fleet.weights.signed is None:
-        return False
     return serves_older(fleet, name)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from sglang_rollout.coordinator.update.engine import retry_pause
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.requests import Answer
-from sglang_rollout.coordinator.update.signatures import needs_signatures
 from sglang_rollout.coordinator.update.staging import holders, kept_updates
 from sglang_rollout.coordinator.update.steps import send
 from sglang_rollout.coordinator.update.store import STORE
@@ -77,6 +76,6 @@ def why_lost(fleet: Fleet) -> str:
     usable = [each for each in (store.status.snapshots.snapshots if store.status.snapshots else []) if not each.problem]
     named = ", ".join(f"{each.version} (label {each.version.label})" for each in usable[: -MAX_NAMED_SNAPSHOTS - 1 : -1])
     lost = f"No pod and no usable snapshot has the committed version {fleet.committed}: push again"
-    if not named or needs_signatures(fleet):  # no trainer has signed an earlier version under a new number
+    if not named:
         return f"{lost}."
     return f"{lost}, or serve an earlier version with sglang-rollout weights restore. Snapshots: {named}."

@@ -20,7 +20,6 @@ from sglang_rollout.coordinator.update.outcome import fail_update, reply_and_fen
 from sglang_rollout.coordinator.update.phases import Phase
 from sglang_rollout.coordinator.update.phases import Update as OpenUpdate
 from sglang_rollout.coordinator.update.requests import Answer, Body, FromDisk, Update
-from sglang_rollout.coordinator.update.signatures import refuse_unsigned
 from sglang_rollout.coordinator.update.steps import (
     GRACE_SECONDS,
     Results,
@@ -179,7 +178,6 @@ async def check_checkpoint(fleet: Fleet, ask: FromDisk) -> CheckedFolder:
     SGLang dies of truncated files and of wrong shapes, and loads a wrong architecture with equal shapes without an error. So no engine
     receives the call before all pods can read the checkpoint.
     """
-    refuse_unsigned(fleet, None)
     boots = require_members(fleet)
     results = await check_folder(fleet, ask.path, boots)
     first = results[next(iter(boots))]

@@ -15,7 +15,6 @@ from sglang_rollout.coordinator.update.outcome import abandon, fail_update
 from sglang_rollout.coordinator.update.phases import Phase, StagedUpdate
 from sglang_rollout.coordinator.update.phases import Update as OpenUpdate
 from sglang_rollout.coordinator.update.requests import Answer, Begin, CommitUpload, Pause, Request, Update, Upload, WithdrawUpload
-from sglang_rollout.coordinator.update.signatures import refuse_other_version, refuse_unsigned, refuse_upload_without_key
 from sglang_rollout.coordinator.update.staging import (
     FLATTENED,
     count_bytes,
@@ -37,7 +36,6 @@ from sglang_rollout.coordinator.update.verify import announced_names, read_model
 from sglang_rollout.wire.ports import AGENT_STAGE, FLEET_UPDATES, STORE_OPEN, STORE_RECEIVE
 from sglang_rollout.wire.reasons import Refusal, RefusalCode, RefusedError
 from sglang_rollout.wire.record import EndedUpdate, UpdateOutcome, UpdateReason
-from sglang_rollout.wire.signed import SignedVersion
 from sglang_rollout.wire.staged import PIECE_BYTES, Shard, StoreOpenRequest, StoreReceiveRequest
 
 EARLY_SECONDS = 5.0
@@ -71,14 +69,10 @@ def refuse_further_push(fleet: Fleet, request: Request, caller: str, waiting: It
     return RefusedError(message, status=409, fleet={"state": "staged", "update": staged.id, "version": str(fleet.target())})
 
 
-async def begin(fleet: Fleet, ask: Begin, signed: SignedVersion | None = None) -> Answer:
+async def begin(fleet: Fleet, ask: Begin) -> Answer:
     """Open an update for a trainer with a session. Its tensors come through the open process groups."""
     live_members(fleet)
-    if signed is not None:
-        refuse_other_version(signed, fleet.weights.next_version(signed.label))  # another update may have ended meanwhile
-    refuse_unsigned(fleet, signed)
-    label = signed.label if signed is not None else fleet.transaction.label
-    staged = await _open_update(fleet, label, trainer_session=True, signed=signed)
+    staged = await _open_update(fleet, fleet.transaction.label, trainer_session=True)
     return Answer(200, "Success", {**fleet.advice(), "version": str(fleet.target()), "update": staged.id})
 
 
@@ -87,7 +81,6 @@ async def _open_update(
     label: str | None,
     *,
     trainer_session: bool = False,
-    signed: SignedVersion | None = None,
     shards: Iterable[Shard] = (),
     source: str = "",
     base: str = "",
@@ -98,7 +91,7 @@ async def _open_update(
         await finish_roll(fleet)  # the pods delete their copies of the committed version now
     listed = list(shards)
     staged = StagedUpdate(fleet.new_update_id(), require_store(fleet), is_upload=bool(listed))
-    fleet.transaction.update = OpenUpdate({}, fleet.now, label, fleet.caller, trainer_session=trainer_session, signed=signed, staged=staged)
+    fleet.transaction.update = OpenUpdate({}, fleet.now, label, fleet.caller, trainer_session=trainer_session, staged=staged)
     try:
         body = StoreOpenRequest(
             update=staged.id, ticket="", size_limit=size_limit(fleet), shards=listed, source=source, keep=kept_updates(fleet), base=base,
@@ -134,7 +127,6 @@ async def receive(fleet: Fleet, ask: Update) -> Answer:
     shard, limit = shard_of(ask.body), size_limit(fleet)
     size = count_bytes([shard])
     if fleet.update is None:
-        refuse_unsigned(fleet, None)
         refuse_large(size, limit)
         await _open_update(fleet, ask.label or fleet.transaction.label)
     update = fleet.require_update()
@@ -162,7 +154,6 @@ async def receive(fleet: Fleet, ask: Update) -> Answer:
 
 async def check_upload(fleet: Fleet, ask: Upload) -> int:
     """Check an upload before a byte moves: its size, and every tensor against the model. Returns its bytes."""
-    refuse_upload_without_key(fleet, ask)
     refuse_asleep(fleet)
     require_store(fleet)
     size = count_bytes(ask.shards)
@@ -206,21 +197,12 @@ async def open_upload(fleet: Fleet, ask: Upload, size: int) -> Answer:
     return Answer(200, f"{before}, then POST {FLEET_UPDATES}/{staged.id}/commit.", {**details, "version": str(fleet.target())})
 
 
-async def commit_upload(fleet: Fleet, ask: CommitUpload, signed: SignedVersion | None = None) -> Answer:
-    """Commit an upload. A repeated call answers how the update ended.
-
-    Args:
-        fleet: The fleet.
-        ask: The call.
-        signed: The version as its trainer has signed it, if the agents have accepted this signature for this call.
-    """
+async def commit_upload(fleet: Fleet, ask: CommitUpload) -> Answer:
+    """Commit an upload. A repeated call answers how the update ended."""
     update = fleet.update
     if update is None or update.staged is None or update.staged.id != ask.update:
         return _answer_ended(fleet, ask.update)
-    if signed is not None:
-        refuse_other_version(signed, fleet.target())  # the number may be another one meanwhile
-        update.signed = signed
-    update.checksums = update.signed.checksums if update.signed is not None else ask.checksums
+    update.checksums = ask.checksums
     return await commit_staged(fleet, answer_when_staged=not ask.wait)
 
 

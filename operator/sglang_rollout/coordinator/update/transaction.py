@@ -25,7 +25,6 @@ from sglang_rollout.coordinator.update.phases import Phase
 from sglang_rollout.coordinator.update.phases import Update as OpenUpdate
 from sglang_rollout.coordinator.update.ranks import Group
 from sglang_rollout.coordinator.update.requests import Answer, Begin, Body, Claim, Continue, End, Flush, NewRun, Pause, SetLabel
-from sglang_rollout.coordinator.update.signatures import refuse_other_version, refuse_unsigned
 from sglang_rollout.coordinator.update.steps import (
     GRACE_SECONDS,
     Results,
@@ -43,7 +42,6 @@ from sglang_rollout.coordinator.update.versions import newest
 from sglang_rollout.sglang.api import ControlCall, MemoryTag
 from sglang_rollout.wire.reasons import RefusedError
 from sglang_rollout.wire.record import UpdateReason
-from sglang_rollout.wire.signed import SignedVersion
 from sglang_rollout.wire.states import FleetState, describe_state
 
 NO_ENGINE_UP = "No engine of this fleet is up"
@@ -192,17 +190,13 @@ def _is_upload(update: OpenUpdate) -> bool:
     return update.staged is not None and update.staged.is_upload
 
 
-async def begin(fleet: Fleet, ask: Begin, signed: SignedVersion | None = None) -> Answer:
+async def begin(fleet: Fleet, ask: Begin) -> Answer:
     """Open a session on every member of the open process groups. These engines are dirty until a complete update."""
-    if signed is not None:
-        refuse_other_version(signed, fleet.weights.next_version(signed.label))  # another update may have ended meanwhile
-    failed = await open_sessions(fleet, live_members(fleet), ask.body, trainer_session=True, signed=signed)
+    failed = await open_sessions(fleet, live_members(fleet), ask.body, trainer_session=True)
     return failed or Answer(200, "Success", {**fleet.advice(), "version": str(fleet.target())})
 
 
-async def open_sessions(
-    fleet: Fleet, boots: Mapping[str, str], body: Body, *, trainer_session: bool = False, signed: SignedVersion | None = None
-) -> Answer | None:
+async def open_sessions(fleet: Fleet, boots: Mapping[str, str], body: Body, *, trainer_session: bool = False) -> Answer | None:
     """Open sessions on those of these engines that have none.
 
     Engines are paused first: otherwise SGLang waits for every running request.
@@ -211,7 +205,6 @@ async def open_sessions(
     missing = {name: boot for name, boot in boots.items() if open_update is None or name not in open_update.boots}
     if not missing:
         return None
-    refuse_unsigned(fleet, signed if open_update is None else open_update.signed)
     refuse_asleep(fleet)
     for name in missing:
         engine = fleet.engines[name]
@@ -226,8 +219,7 @@ async def open_sessions(
         return failed
     fleet.enter(Phase.OPEN)
     if fleet.update is None:
-        label = fleet.transaction.label if signed is None else signed.label
-        fleet.transaction.update = OpenUpdate({}, fleet.now, label, fleet.caller, trainer_session=trainer_session, signed=signed)
+        fleet.transaction.update = OpenUpdate({}, fleet.now, fleet.transaction.label, fleet.caller, trainer_session=trainer_session)
         fleet.hold()
     # Noted before the call: an engine whose answer is lost takes part, too.
     update = fleet.require_update()
@@ -248,7 +240,7 @@ async def open_sessions(
 async def end(fleet: Fleet, ask: End) -> Answer:
     """Commit the update of the trainer's session."""
     update = fleet.require_update()
-    update.checksums = update.signed.checksums if update.signed is not None else ask.checksums
+    update.checksums = ask.checksums
     return await commit_open_update(fleet)
 
 

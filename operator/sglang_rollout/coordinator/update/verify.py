@@ -125,7 +125,7 @@ def commit_tensors(fleet: Fleet, update: Update, version: Version) -> None:
         fleet.weights.announced = AnnouncedTensors(update.checkpoint)
     elif not update.names_unknown and starts_from_base(fleet, update):
         fleet.weights.announced = AnnouncedTensors(sent_tensors(update))
-    fleet.commit(version, update.author, update.signed)
+    fleet.commit(version, update.author)
 
 
 # --- checksums -------------------------------------------------------------------------------------------------------

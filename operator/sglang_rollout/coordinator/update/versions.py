@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from sglang_rollout.wire.record import EngineChecksums, OnDisk
-from sglang_rollout.wire.signed import SignedVersion
 from sglang_rollout.wire.states import StagedVersion, Version
 
 MAX_LABEL_CHARACTERS = 256
@@ -150,8 +149,6 @@ class Committed:
     """None until a restarted coordinator has proved what is committed."""
     author: str = ""
     """Caller that pushed the version; empty: not known, or no caller did."""
-    signed: SignedVersion | None = None
-    """The version, signed by its trainer; None: it was not signed."""
     history: list[Version] = field(default_factory=list)
     """Versions that may be served, oldest first; the committed one is the last."""
     checksums: dict[int, tuple[str, ...]] = field(default_factory=dict)
@@ -177,13 +174,13 @@ class Committed:
     commits: int = 0
     """Updates that this coordinator has committed."""
 
-    def commit(self, version: Version, author: str, max_staleness: int, signed: SignedVersion | None = None) -> None:
+    def commit(self, version: Version, author: str, max_staleness: int) -> None:
         """Make this the committed version, and tolerate as many older ones as the policy allows."""
         before = self.history or ([self.version] if self.version is not None else [])
         if version != self.version:
             self.checksums, self.disk, self.staged = {}, None, None
         self.history = history(before, version, max_staleness)
-        self.version, self.author, self.signed = version, author, signed
+        self.version, self.author = version, author
 
     def reserve(self, versions: Iterable[Version | None]) -> None:
         """Never use these versions for other weights."""

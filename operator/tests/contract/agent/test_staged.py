@@ -30,7 +30,6 @@ from tests.contract.support.staged_versions import (
     serve_version,
     stage,
 )
-from tests.support.signing import UID, make_pem, sign, write_public_keys
 from tests.support.staged import TICKET
 
 SECONDS = 40.0
@@ -472,23 +471,3 @@ async def test_a_load_of_its_own_that_hangs_is_given_up(pod: PodHere, source: So
     )
     engine.restart()
     await until(lambda: is_serving(pod, made), SECONDS, "the next engine process serves")
-
-
-# --- signatures --------------------------------------------------------------------------------------------------------
-
-
-async def test_signed_versions_are_loaded_and_loaded_again_without_a_coordinator(engine: StandIn, source: Source, tmp_path: Path) -> None:
-    pem, made = make_pem(), source.make(1)
-    async with run_agent(tmp_path, engine.url, uid=UID) as pod:
-        write_public_keys(pod.public_keys, pem)
-        await pod.open_with_base()
-        await stage(pod, source, made)
-        unsigned = await activate(pod, made)
-        assert (unsigned.status, unsigned.body["code"], unsigned.body["wrote"]) == (409, RefusalCode.FORBIDDEN, False)
-        wrong = await activate(pod, made, signed=sign(pem, made.version, checksums={1: ("other",)}))
-        assert wrong.body["wrote"] is True
-        assert (await pod.status()).state is EngineState.DIRTY
-        assert (await activate(pod, made, signed=sign(pem, made.version))).status == 200
-        assert (await commit(pod, made)).gate_open
-        engine.restart()
-        await until(lambda: is_serving(pod, made), SECONDS, "the engine serves the signed version again")

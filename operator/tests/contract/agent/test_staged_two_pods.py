@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from e2e.held_tensors import changed_state
 
+from sglang_rollout.agent.launch.head_pod import HeadPod
 from sglang_rollout.agent.staged.member_pods import MemberPods
 from sglang_rollout.wire.ports import AGENT_DROP, MEMBER_ATTEMPT, MEMBER_DROP, MEMBER_STAGE, MEMBER_VERDICTS, STAGED, TICKET_HEADER
 from sglang_rollout.wire.reasons import GateReason, RefusalCode
-from sglang_rollout.wire.staged import StageRequest
+from sglang_rollout.wire.staged import MemberStageReply, StageRequest
 from sglang_rollout.wire.states import BASE, EngineState
 from tests.contract.support.agent_here import PodHere
-from tests.contract.support.agent_pod import until
+from tests.contract.support.agent_pod import TOKEN, until
 from tests.contract.support.staged_pair import PairHere, run_pair
-from tests.contract.support.staged_versions import Source, StagedVersion, activate, commit, serve_version, stage
-from tests.support.staged import TICKET
+from tests.contract.support.staged_versions import Source, StagedVersion, activate, commit, fill_with, run_source, serve_version, stage
+from tests.support.staged import LIMIT, TICKET
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -240,6 +243,54 @@ async def test_verdicts_that_the_member_pod_cannot_give_count_as_a_write(pair: P
     await pair.member.start()
     assert (await activate(pair.head, made)).status == 200
     assert (await commit(pair.head, made)).gate_open
+
+
+async def copy_in_member_pod(pair: PairHere, source: Source, made: StagedVersion, digest: str) -> None:
+    """Let the member pod alone copy a version, as a call with the credential of the engine can."""
+    request = StageRequest(update=made.update, parents=[source.url], ticket=TICKET, size_limit=LIMIT, digest=digest, deadline=SECONDS)
+    url, headers = pair.member.address.url + MEMBER_STAGE, {"Authorization": f"Bearer {TOKEN}"}
+    async with pair.head.http.post(url, json=request.model_dump(mode="json"), headers=headers) as reply:
+        found = MemberStageReply.model_validate(await reply.json())
+    assert [copy.digest for copy in found.copies if copy.update == made.update] == [digest], found.refusal
+
+
+def make_other(source: Source, made: StagedVersion) -> str:
+    """Create another version of the same update, and return its digest."""
+    copy = source.copies.open(made.update, TICKET, LIMIT)
+    fill_with(copy, changed_state(9))
+    return copy.seal(made.version).digest
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+async def test_the_copy_of_a_member_pod_cannot_be_replaced_before_or_in_a_load(
+    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replicas: int
+) -> None:
+    made, really, replaced = source.make(1), HeadPod.ask_members, asyncio.Event()
+    (tmp_path / "other").mkdir()
+    async with run_source(tmp_path / "other") as store, run_pair(tmp_path, monkeypatch, replicas=replicas) as pair:
+        head, other = pair.head, make_other(store, made)
+        await head.open_with_base()
+        assert (await stage(head, source, made)).status == 200
+        await copy_in_member_pod(pair, store, made, other)
+        before = await activate(head, made)
+        assert (before.status, before.body["wrote"], "from pod e0-1: " in before.body["message"]) == (409, False, True)
+
+        async def replace_first(self: HeadPod, path: str, *more: Any) -> Any:
+            if path == MEMBER_VERDICTS and not replaced.is_set():
+                replaced.set()
+                await copy_in_member_pod(pair, store, made, other)
+                await copy_in_member_pod(pair, source, made, made.digest)
+            return await really(self, path, *more)
+
+        monkeypatch.setattr(HeadPod, "ask_members", replace_first)
+        await copy_in_member_pod(pair, source, made, made.digest)
+        answer = await activate(head, made)
+        assert replaced.is_set()
+        assert (answer.status, answer.body["wrote"], "deleted or replaced" in answer.body["message"]) == (409, True, True), answer.body
+        status = await head.status(**made.committed)
+        assert (status.state, status.gate_open) == (EngineState.DIRTY, False)
+        assert (await activate(head, made)).status == 200
+        assert (await commit(head, made)).gate_open
 
 
 # --- without a coordinator ---------------------------------------------------------------------------------------------

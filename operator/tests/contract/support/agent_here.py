@@ -17,7 +17,6 @@ from sglang_rollout.agent.app import make_app
 from sglang_rollout.agent.engine import Engine, RunFiles, StartBarrier
 from sglang_rollout.agent.launch.head_pod import HeadPod
 from sglang_rollout.agent.record import RecordFile
-from sglang_rollout.agent.signatures import PublicKeys, Signatures
 from sglang_rollout.agent.staged.service import run_staged_service
 from sglang_rollout.agent.update import Fence
 from sglang_rollout.agent.watchdog import SpecStateWatch
@@ -53,9 +52,7 @@ class PodHere(Pod):
 
 
 @asynccontextmanager
-async def run_agent(
-    folder: Path, engine_url: str, *, pipeline: int = 1, data: int = 1, uid: str | None = None, pods: int = 1
-) -> AsyncIterator[PodHere]:
+async def run_agent(folder: Path, engine_url: str, *, pipeline: int = 1, data: int = 1, pods: int = 1) -> AsyncIterator[PodHere]:
     """Run an agent with transport Staged for the length of the block.
 
     Args:
@@ -63,7 +60,6 @@ async def run_agent(
         engine_url: URL of the engine.
         pipeline: Pipeline stages of the engine.
         data: Replicas of the model in the engine.
-        uid: Demand signatures for this rollout.
         pods: Pods of the engine; this is its head pod.
     """
     boot_file = folder / "run" / "boot" if pods > 1 else None
@@ -71,10 +67,9 @@ async def run_agent(
         Engine(engine_url, boot_file=boot_file) as client,
         aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as http,
     ):
-        pod = PodHere(folder, engine_url, http, uid=uid, pipeline=pipeline, data=data)
-        signatures = Signatures(PublicKeys(pod.public_keys), uid) if uid is not None else None
+        pod = PodHere(folder, engine_url, http, pipeline=pipeline, data=data)
         gate, records = MemoryGate(folder / "none"), RecordFile(folder / "agent")
-        agent = Agent(name="e0", engine=client, gate=gate, record_file=records, signatures=signatures)
+        agent = Agent(name="e0", engine=client, gate=gate, record_file=records)
         pod.running = agent
         fence = Fence(agent, kill_file=None)
         gate_address, data_address = (Address("127.0.0.1", free_port()) for _ in range(2))

@@ -80,8 +80,6 @@ class Pod:
     name: str = "e0"
     fleet_url: str | None = None
     takes_tensors: bool = False
-    uid: str | None = None
-    """UID of a rollout that demands signatures; None: it accepts unsigned updates."""
     limits: Limits = field(default_factory=Limits)
     token: str = TOKEN
     """Credential of the engine."""
@@ -107,7 +105,6 @@ class Pod:
         more = [*self.options, *(["--boot-file", str(self.boot_file)] if self.with_boot_file else [])]
         more += ["--fleet-url", self.fleet_url] if self.fleet_url else []
         more += ["--takes-tensors"] if self.takes_tensors else []
-        more += ["--public-keys", str(self.public_keys), "--rollout-uid", self.uid] if self.uid else []
         if self.data_port is not None:
             more += ["--staging-volume", str(self.volume), "--verdicts-dir", str(self.verdicts)]
             more += ["--data-listen", f"127.0.0.1:{self.data_port}"]
@@ -137,11 +134,6 @@ class Pod:
     def verdicts(self) -> Path:
         """Folder of the loader's verdicts."""
         return self.folder / "verdicts"
-
-    @property
-    def public_keys(self) -> Path:
-        """Folder with the public keys of trainers."""
-        return self.folder / "public-keys"
 
     @property
     def boot_file(self) -> Path:
@@ -245,7 +237,6 @@ async def run_pod(
     name: str = "e0",
     fleet_url: str | None = None,
     takes_tensors: bool = False,
-    uid: str | None = None,
     limits: Limits | None = None,
     token: str = TOKEN,
     data_port: int | None = None,
@@ -263,7 +254,6 @@ async def run_pod(
             name=name,
             fleet_url=fleet_url,
             takes_tensors=takes_tensors,
-            uid=uid,
             limits=limits or Limits(),
             token=token,
             data_port=data_port,

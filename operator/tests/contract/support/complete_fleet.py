@@ -13,7 +13,6 @@ import aiohttp
 
 from sglang_rollout.api.intent import Intent, WantedEngine, WantedStore
 from sglang_rollout.api.limits_spec import Limits
-from sglang_rollout.api.security_spec import Security, Signatures
 from sglang_rollout.api.weights_spec import Staging, Transport, Weights
 from sglang_rollout.coordinator.main import Options, serve
 from sglang_rollout.credentials import CredentialFile, Credentials
@@ -78,7 +77,6 @@ async def complete_fleet(
     policy: str = "RoundRobin",
     *,
     connections: int | None = None,
-    uid: str | None = None,
     limits: Limits | None = None,
     staged: bool = False,
 ) -> AsyncIterator[CompleteFleet]:
@@ -91,7 +89,6 @@ async def complete_fleet(
         policy: Policy of smg.
         connections: Most connections of the front.
         limits: Limits of the gates; None for the defaults.
-        uid: UID of a fleet that accepts signed updates only. Each pod has its own folder of public keys.
         staged: True: transport Staged, with a weight store.
     """
     smg, metrics, listen, own, batches = (f"127.0.0.1:{free_port()}" for _ in range(5))
@@ -108,7 +105,6 @@ async def complete_fleet(
                 name=name,
                 fleet_url=url,
                 takes_tensors=mode is FleetMode.HYBRID,
-                uid=uid,
                 limits=limits,
                 with_boot_file=True,
                 start=False,
@@ -137,11 +133,7 @@ async def complete_fleet(
             for made in pods
         ]
         weights = Weights(transport=Transport.STAGED, staging=Staging(size_limit="1Gi")) if staged else Weights(backend="gloo")
-        security = Security(signatures=Signatures(public_key_secret="keys") if uid is not None else None)
-        intent = Intent(
-            generation=1, name="demo", namespace="default", uid=uid or "", mode=mode, weights=weights, engines=wanted,
-            security=security, store=store,
-        )  # fmt: skip
+        intent = Intent(generation=1, name="demo", namespace="default", mode=mode, weights=weights, engines=wanted, store=store)
         (folder / "token").write_text(TOKEN)
         (folder / "intent.json").write_text(intent.model_dump_json())
         options = Options(

@@ -110,20 +110,19 @@ class PairHere:
 
 
 @asynccontextmanager
-async def run_pair(folder: Path, monkeypatch: pytest.MonkeyPatch, *, replicas: int = 1, uid: str | None = None) -> AsyncIterator[PairHere]:
+async def run_pair(folder: Path, monkeypatch: pytest.MonkeyPatch, *, replicas: int = 1) -> AsyncIterator[PairHere]:
     """Run both agents and the engine for the length of the block.
 
     Args:
         folder: Folder of both pods.
         monkeypatch: Of the test.
         replicas: 2: one replica of the model in each pod; 1: one rank.
-        uid: Demand signatures for this rollout.
     """
     with StandIn(weight_version="base", loaders=[LOADER], tensor=2 // replicas, data=replicas) as engine:
         for pod in ("pod-0", "pod-1"):
             (folder / pod / "run").mkdir(parents=True)
             (folder / pod / "run" / "boot").write_text(secrets.token_hex(4))
-        async with run_agent(folder / "pod-0", engine.url, pods=2, data=replicas, uid=uid) as head:
+        async with run_agent(folder / "pod-0", engine.url, pods=2, data=replicas) as head:
             member = MemberHere(folder / "pod-1", Address.parse(head.agent_url.removeprefix("http://")))
             _write_verdicts_in_the_pod_of_their_rank(monkeypatch, head, member)
             await member.start()

@@ -17,7 +17,6 @@ from sglang_rollout.staging.serve import staging_routes
 from sglang_rollout.testing import Held
 from sglang_rollout.wire.agent import AckRequest, AgentStatus
 from sglang_rollout.wire.ports import AGENT_ACTIVATE, AGENT_STAGE
-from sglang_rollout.wire.signed import SignedVersion
 from sglang_rollout.wire.staged import ActivateRequest, Shard, StagedTensor, StageRequest
 from sglang_rollout.wire.states import Version
 from tests.contract.support.agent_pod import Answer, Pod
@@ -91,12 +90,10 @@ async def stage(pod: Pod, source: Source, made: StagedVersion, *, keep: tuple[St
     return await pod.control(AGENT_STAGE, request.model_copy(update=changes).model_dump(mode="json"))
 
 
-async def activate(
-    pod: Pod, made: StagedVersion, *, boot_id: str | None = None, signed: SignedVersion | None = None, **changes: Any
-) -> Answer:
+async def activate(pod: Pod, made: StagedVersion, *, boot_id: str | None = None, **changes: Any) -> Answer:
     """Load a version into the engine of the pod."""
     boot = boot_id if boot_id is not None else str((await pod.status()).boot_id)
-    ack = AckRequest(version=made.version, boot_id=boot, cohort=["e0"], signed=signed)
+    ack = AckRequest(version=made.version, boot_id=boot, cohort=["e0"])
     headers = changes.pop("headers", None)
     request = ActivateRequest(update=made.update, digest=made.digest, ack=ack).model_copy(update=changes)
     return await pod.control(AGENT_ACTIVATE, request.model_dump(mode="json"), headers=headers)

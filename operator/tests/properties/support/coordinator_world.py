@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from sglang_rollout.api.intent import Intent, WantedEngine, WantedStore
-from sglang_rollout.api.security_spec import Security, Signatures
+from sglang_rollout.api.security_spec import Security
 from sglang_rollout.api.weights_spec import Weights
 from sglang_rollout.coordinator.update import Machine
 from sglang_rollout.coordinator.update import requests as rq
@@ -85,9 +85,6 @@ class World:
         self.adapters: list[Adapter] | None = None
         self.paths: list[str] = []
         """``spec.security.paths``."""
-        self.uid = ""
-        self.signatures: Signatures | None = None
-        """``spec.security.signatures``."""
         self.base: int | None = None
         self.mode: FleetMode | None = None
         self.wanted_store: WantedStore | None = None
@@ -115,8 +112,7 @@ class World:
             state=self.state,
             adapters=self.adapters,
             mode=self.mode,
-            uid=self.uid,
-            security=Security(paths=self.paths, signatures=self.signatures),
+            security=Security(paths=self.paths),
             store=self.wanted_store,
         )
         self.feed(Wanted(intent, frozenset(engine.name for engine in self.engines), self.now))

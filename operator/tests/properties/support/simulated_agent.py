@@ -14,7 +14,6 @@ from sglang_rollout.agent import events as ev
 from sglang_rollout.agent import guards
 from sglang_rollout.agent import state as s
 from sglang_rollout.agent.interruption import Interruption, next_call, should_resume
-from sglang_rollout.agent.signatures import Signatures
 from sglang_rollout.coordinator.update.events import Result
 from sglang_rollout.sglang.api import MEMORY_TAGS, ControlCall, MemoryTag
 from sglang_rollout.wire.agent import UNCHECKED, AckRequest, AgentStatus, SyncRequest
@@ -26,12 +25,10 @@ from sglang_rollout.wire.ports import (
     AGENT_FENCE,
     AGENT_PREFLIGHT,
     AGENT_RUN,
-    AGENT_SIGNATURE,
     AGENT_STAGE,
     AGENT_SYNC,
 )
 from sglang_rollout.wire.reasons import RefusalCode
-from sglang_rollout.wire.signed import SignedVersion
 from sglang_rollout.wire.staged import ActivateRequest
 from sglang_rollout.wire.states import EngineState, FleetState, StagedCopy, Version
 
@@ -124,8 +121,6 @@ class SimulatedAgent:
     """True if the shared volume has a snapshot of every committed version."""
     engine: Engine = field(default_factory=Engine)
     core: s.State = field(default_factory=s.State)
-    signatures: Signatures | None = None
-    """None: it accepts unsigned versions."""
     takes_copies: bool = True
     """False: a pod that was made for another transport."""
     copies: dict[str, Copy] = field(default_factory=dict)
@@ -272,7 +267,7 @@ class SimulatedAgent:
     # The agent's HTTP interface
 
     def status(self) -> AgentStatus:
-        found = s.status(self.core, name=self.name, gate_open=self.gate_open, signed_only=self.signatures is not None)
+        found = s.status(self.core, name=self.name, gate_open=self.gate_open)
         staged = [StagedCopy(update=update, version=copy.version, bytes=8, digest=copy.digest) for update, copy in self.copies.items()]
         return found.model_copy(update={"takes_copies": self.takes_copies, "staged": staged})
 
@@ -312,8 +307,6 @@ class SimulatedAgent:
             return self._activate_and_resume(body, works)
         if not self.up:
             return Result(ok=False, status=503, message="the engine is not up.")
-        if path == AGENT_SIGNATURE:
-            return self._check_signature(SignedVersion.model_validate(body))
         if path == AGENT_PREFLIGHT:
             return Result(ok=works, status=200, message="" if works else "connection refused.")
         if path == AGENT_CHECKPOINT:
@@ -345,21 +338,12 @@ class SimulatedAgent:
                 self._perform(ControlCall.CONTINUE, {}, token)
         return self._report()
 
-    def _check_signature(self, signed: SignedVersion) -> Result:
-        assert self.signatures is not None, "only agents that verify signatures are asked"
-        found = self.signatures.refusal(signed, self.record, 1)
-        return self._report() if found is None else Result(ok=False, status=found.status, message=found.message)
-
     def _acknowledge(self, request: AckRequest, token: object, works: bool) -> Result:
         refused = Result(ok=False, status=409, message="The engine cannot vouch for this version.")
         if s.ack_refusal(self.core, request.boot_id, request.version, verified=request.verified):
             return refused
-        if self.signatures is not None and (found := self.signatures.ack_refusal(request, self.record, 1)) is not None:
-            return Result(ok=False, status=found.status, message=found.message)
         if self.state is EngineState.CLEAN and self.version == request.version:
             return self._report()
-        if self.signatures is not None and (found := self.signatures.digest_refusal(request.signed, "")) is not None:
-            return Result(ok=False, status=found.status, message=found.message)
         if not works:
             return refused
         label = request.version.label
@@ -416,10 +400,6 @@ class SimulatedAgent:
             return refused
         if not self.engine.written <= set(copy.tensors):
             return replace(refused, message="this version lacks tensors that loads have written.")
-        if self.signatures is not None:
-            found = self.signatures.ack_refusal(ack, before, 1) or self.signatures.digest_refusal(ack.signed, copy.digest)
-            if found is not None:
-                return Result(ok=False, status=found.status, message=found.message, wrote=False)
         if self.state is EngineState.CLEAN and self.version == ack.version:
             self._perform(ControlCall.PAUSE, {"mode": body["mode"]}, None)
             return replace(self._compute_checksum(), agent=None)
@@ -448,7 +428,7 @@ class SimulatedAgent:
         """Load the committed version from the pod's own copy without a coordinator, if that is needed and possible."""
         committed, staged, before = self.record.committed, self.record.staged, self.record
         copy = self.copies.get(staged.update) if staged is not None else None
-        if not s.needs_own_copy(self.core) or self.signatures is not None or copy is None or staged is None or committed is None:
+        if not s.needs_own_copy(self.core) or copy is None or staged is None or committed is None:
             return
         if copy.digest != staged.digest:
             return

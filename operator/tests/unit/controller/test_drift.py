@@ -152,7 +152,6 @@ def test_revision_depends_only_on_what_the_user_wrote() -> None:
     assert revision(rollout(engine={**engine, "args": ["--x"]})) != first
     assert revision(rollout(model={"path": "/models/other"})) != first
     assert revision(rollout(security={"generate": "Clients"})) == first
-    assert revision(rollout(security={"signatures": {"publicKeySecret": "keys"}})) != first, "agents mount the keys"
     assert revision(rollout(podTemplate={"spec": {"nodeSelector": {"a": "b"}}})) != first
     lora = {"maxRank": 8, "targetModules": ["all"]}
     assert revision(rollout(engine={**engine, "lora": lora})) != first

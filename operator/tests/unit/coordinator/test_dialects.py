@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from hypothesis import strategies as st
 from sglang_rollout.coordinator.http import dialects
 from sglang_rollout.coordinator.update.requests import (
     Answer,
-    Begin,
     CloseGroup,
     Continue,
     End,
@@ -27,7 +25,6 @@ from sglang_rollout.coordinator.update.requests import (
     Update,
 )
 from sglang_rollout.wire.reasons import RefusedError, reason_phrase
-from sglang_rollout.wire.signed import SignedVersion
 
 TENSORS: dict[str, Any] = {"names": ["a", "b"], "dtypes": ["bfloat16", "torch.float32"], "shapes": [[1], [2, 3]]}
 
@@ -56,19 +53,6 @@ def test_an_invalid_body_is_refused_with_the_position(data: bytes, sentence: str
     with pytest.raises(RefusedError) as caught:
         dialects.parse(data)
     assert sentence in str(caught.value)
-
-
-def test_begin_takes_a_signed_version_and_forwards_the_other_fields() -> None:
-    signed = {"uid": "u", "run": 1, "step": 7, "label": "7", "checksums": {"2": ["a", "b"]}, "key": "0" * 16, "signature": "AA=="}
-    assert dialects.begin({"selector": "x"}) == Begin({"selector": "x"})
-    found = dialects.begin({"selector": "x", "signed": signed})
-    assert (found.body, found.signed) == ({"selector": "x"}, SignedVersion.model_validate(signed))
-    for change, sentence in (({"run": 0}, "signed.run: "), ({"key": "other"}, "signed.key: "), ({"checksums": [1]}, "signed.checksums: ")):
-        with pytest.raises(RefusedError) as caught:
-            dialects.begin({"signed": signed | change})
-        assert sentence in str(caught.value)
-    with pytest.raises(RefusedError, match="signed: "):
-        dialects.begin({"signed": "text"})
 
 
 @given(st.binary(max_size=200))
@@ -228,12 +212,9 @@ def test_a_reason_phrase_is_one_short_printable_line(message: str) -> None:
 
 @pytest.mark.parametrize("label", ["7\n2026-11-23 INFO forged", "a\r", "a\x1b[2K", "a\x85", "a\u2028", "\x7f"])
 def test_labels_with_control_characters_are_refused(label: str) -> None:
-    signed = {"uid": "u", "run": 1, "step": 7, "label": label, "key": "0" * 16, "signature": "AA=="}
     for parser, body in (
         (dialects.set_label, {"new_version": label}),
         (dialects.from_disk, {"model_path": "/ckpt", "weight_version": label}),
-        (dialects.begin, {"signed": signed}),
-        (partial(dialects.commit_upload, "0" * 32), {"signed": signed}),
     ):
         with pytest.raises(RefusedError, match="control character"):
             parser(body)

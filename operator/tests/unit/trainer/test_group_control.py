@@ -6,14 +6,13 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.trainer import FleetRefused, GroupFailed, group_control
 from sglang_rollout.trainer.calls import Deadline, Http
-from sglang_rollout.trainer.group_control import GroupControl, Heartbeat, open_process_group
+from sglang_rollout.trainer.group_control import GroupControl, Heartbeat
 from sglang_rollout.wire.ports import FLEET_LEASE
 from sglang_rollout.wire.trainer import FleetDocument
 from tests.unit.trainer.support.scripted_fleet import FakeFleet, Reply, document
@@ -101,15 +100,6 @@ class NoRendezvous:
 
     def abort(self) -> None:
         """End nothing."""
-
-
-@pytest.mark.parametrize("signs", [True, False])
-def test_the_fleet_learns_whether_the_trainer_signs(fake: FakeFleet, signs: bool) -> None:
-    fake.replies[ControlCall.INIT_GROUP.path] = (403, {"success": False, "message": "signed updates only", "code": "Forbidden"})
-    with pytest.raises(GroupFailed, match="signed updates only"):
-        open_process_group(Http(fake.url), cast("Any", NoRendezvous()), Deadline(30), signs=signs)
-    sent = next(body for path, body in fake.calls if path == ControlCall.INIT_GROUP.path)
-    assert sent.get("signs_updates", False) is signs
 
 
 def test_a_refusal_has_the_code_of_the_fleet(fake: FakeFleet) -> None:

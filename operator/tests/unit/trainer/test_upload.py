@@ -11,15 +11,12 @@ from typing import Any
 
 import pytest
 
-from sglang_rollout.staging import index
 from sglang_rollout.trainer import PushFailed, store_watch, upload
 from sglang_rollout.trainer.calls import Cancellation, Http
 from sglang_rollout.trainer.push import ALREADY_COMMITTED, PushOptions
 from sglang_rollout.trainer.tensors import Source
 from sglang_rollout.trainer.upload import SENDING_THREADS, PieceCutter, PieceData, Senders, Upload, Wait, plan_shards
 from sglang_rollout.wire.ports import FLEET_UPDATES
-from sglang_rollout.wire.signed import SIGNS_FIELD, SignedVersion
-from sglang_rollout.wire.staged import Shard
 from tests.unit.trainer.support.scripted_fleet import FakeFleet, Reply
 
 GOOD = (200, {"success": True, "message": "ok"})
@@ -298,31 +295,6 @@ def test_a_push_names_fenced_engines(willing: FakeFleet) -> None:
 def test_checksums_are_sent(willing: FakeFleet) -> None:
     run(willing, checksums={2: ["x", "y"]})
     assert willing.calls[-1] == (COMMIT, {"wait": "committed", "checksums": {"2": ["x", "y"]}})
-    assert SIGNS_FIELD not in willing.calls[0][1]
-
-
-def sign(digest: str) -> SignedVersion:
-    return SignedVersion(uid="u", run=1, step=1, label="7", digest=digest, key="0" * 16, signature="s")
-
-
-def test_the_commit_has_the_signed_digest_of_what_was_sent(willing: FakeFleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index, "PIECE_BYTES", PIECE_BYTES)
-    willing.replies[f"{PATH}/pieces/0/2"] = [(503, {}), GOOD]
-    run(willing, sign=sign)
-    begun, committed = willing.calls[0][1], willing.calls[-1][1]
-    assert (begun[SIGNS_FIELD], "signed" in begun) == (True, False), "without the digest no engine may accept a signature"
-    shards = [Shard.model_validate(shard) for shard in begun["shards"]]
-    sent = {tuple(map(int, name.split("/"))): sha256(data).hexdigest() for name, data in pieces(willing).items()}
-    assert committed["signed"]["digest"] == index.version_digest(shards, sent)  # type: ignore[arg-type]
-
-
-def test_a_fleet_that_asks_for_larger_pieces_than_engines_have_gets_no_signature(
-    willing: FakeFleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(index, "PIECE_BYTES", PIECE_BYTES // 2)
-    with pytest.raises(PushFailed, match="pieces of another size"):
-        run(willing, sign=sign)
-    assert (willing.counts[COMMIT], deletions(willing)) == (0, 1)
 
 
 def test_tensors_that_cannot_be_announced_are_refused_before_the_first_call(willing: FakeFleet) -> None:
