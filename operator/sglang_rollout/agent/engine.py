@@ -41,8 +41,6 @@ class RunFiles:
         """The engine has to restart: its liveness probe fails while the file exists."""
         self.nccl = folder / "nccl"
         """NCCL of the container: ``version=…`` and a line for each ``NCCL_…`` variable."""
-        self.all_reduce = folder / "all-reduce"
-        """Measured bandwidth in GB/s."""
 
     def boot_id(self) -> str | None:
         """Return the boot ID of the engine's container; None while it does not run."""
@@ -151,7 +149,6 @@ class Engine(EngineClient):
             tensor_size=tensor_size if isinstance(tensor_size, int) else None,
             served_name=str(info["served_model_name"]) if info.get("served_model_name") else None,
             nccl=read_nccl(self._files.nccl, info) if self._files is not None else None,
-            all_reduce=read_all_reduce(self._files.all_reduce) if self._files is not None else None,
             has_external_draft=has_external_draft(info),
         )
 
@@ -184,14 +181,6 @@ def read_nccl(file: Path, info: dict[str, Any]) -> Nccl | None:
     elif _CUMEM not in settings and info.get("nnodes", 1) == 1 and not info.get("enable_kv_cache_sharding"):
         settings[_CUMEM] = "0"
     return Nccl(version=version, settings=settings)
-
-
-def read_all_reduce(file: Path) -> float | None:
-    """Return the all-reduce bandwidth in GB/s that the container measured before the start; None without a measurement."""
-    try:
-        return float(read_text(file) or "")
-    except ValueError:
-        return None
 
 
 def read_text(file: Path) -> str | None:

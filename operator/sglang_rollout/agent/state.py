@@ -99,7 +99,6 @@ class EngineFacts:
     tensor_size: int | None = None
     served_name: str | None = None
     nccl: Nccl | None = None
-    all_reduce: float | None = None
     has_external_draft: bool = False
     """The engine speculates with a draft model whose weights are not in the model's checkpoint."""
 
@@ -291,7 +290,6 @@ def status(state: State, *, name: str, gate_open: bool) -> AgentStatus:
         sglang_version=facts.sglang_version if facts else None,
         probes_port=True,
         nccl=facts.nccl if facts else None,
-        all_reduce=facts.all_reduce if facts else None,
         reason=None if closed is None else closed.code,
         message="" if closed is None else closed.message,
     )

@@ -22,27 +22,6 @@ from sglang_rollout.api.network_spec import Cache, Network, Rdma, rules_against_
 from sglang_rollout.api.pod_template import Labels
 from sglang_rollout.api.schema import ANY_QUANTITY, QUANTITY, ApiModel, argument, map_list, refuse_flags_like, rule, rules, with_rules
 
-
-class AllReduce(ApiModel):
-    """An all-reduce over the ranks of each pod.
-
-    It uses NCCL on GPUs and gloo on CPUs. On a trainer's GPUs (`spec.mode`) it uses NCCL, unless `weights.backend` is `gloo` or
-    `engine.args` has `--device cpu`.
-    """
-
-    floor: int | None = Field(default=None, ge=1, le=100_000, alias="floorGBps")
-    """Least bus bandwidth in GB/s (as nccl-tests counts it) with which SGLang is started. Default: the bandwidth is only measured."""
-    megabytes: int = Field(default=256, ge=1, le=4096)
-    """Size of the tensor in MB."""
-
-
-class Preflight(ApiModel):
-    """Measurements in the engine's container before SGLang starts."""
-
-    all_reduce: AllReduce
-    """Bandwidth between the ranks of a pod. `allReduce: {}` takes the defaults."""
-
-
 Quantity = Annotated[int | str, Field(json_schema_extra={"x-kubernetes-int-or-string": True, "maxLength": 64, "pattern": ANY_QUANTITY})]
 
 ENGINE_FLAGS = (
@@ -95,10 +74,7 @@ _OWNED_FAMILIES = (
 NODE_RANK_ENV = "SGLANG_ROLLOUT_NODE_RANK"
 """Environment variable with the index of a pod in its engine, for engines with several pods."""
 
-NODE_NAME_ENV = "SGLANG_ROLLOUT_NODE_NAME"
-"""Environment variable with the pod's node, for ``engine.preflight``."""
-
-ENGINE_ENV = ("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "SGLANG_RUST_SERVER", NODE_RANK_ENV, NODE_NAME_ENV)
+ENGINE_ENV = ("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "SGLANG_RUST_SERVER", NODE_RANK_ENV)
 """Environment variables that would break health checks, the control API or the ranks of an engine's pods."""
 
 _GPUS = "self.parallelism.tensor * self.parallelism.pipeline * self.parallelism.data"
@@ -279,12 +255,6 @@ class Engine(EngineFlags):
             " another resource.",
             field=".rdma",
         ),
-        rule(
-            "!has(self.preflight) || (self.gpuResource != '' && has(self.gpusPerPod) ? self.gpusPerPod"
-            f" : ({_GPUS}) / (has(self.nodes) ? self.nodes : 1)) > 1",
-            "engine.preflight.allReduce needs at least two ranks in a pod: one rank has no peer. Leave it out.",
-            field=".preflight",
-        ),
         *rules_against_repeated_flags(),
         *rules_against_repeated_variables(),
         *rules_of_engine_ports(),
@@ -342,8 +312,6 @@ class Engine(EngineFlags):
     service_account_annotations: AccountAnnotations | None = None
     """Annotations of the engines' ServiceAccount `<name>-engine`, for example `eks.amazonaws.com/role-arn` or
     `iam.gke.io/gcp-service-account`. A change restarts engines one by one, because some clouds read the account when a pod is created."""
-    preflight: Preflight | None = None
-    """Measurements before SGLang starts."""
     lora: Lora | None = None
     """Adapters beside the model (LoRA)."""
     shm: str = Field(default="16Gi", max_length=32, pattern=QUANTITY)

@@ -84,9 +84,6 @@ class EngineStatus(ApiModel):
     """Port of its gate on the node, with `engine.network.hostNetwork`."""
     nodes: list[Annotated[str, Field(max_length=253)]] | None = Field(default=None, max_length=64)
     """Nodes of its pods in rank order, if it has several pods; an empty string for a pod without a node."""
-    all_reduce: float | None = Field(default=None, alias="allReduceGBps")
-    """All-reduce bandwidth in GB/s that the ranks of its pod measured before the start (`engine.preflight`); for an engine with
-    several pods, that of pod 0."""
     lost: bool | None = None
     """True if the engine stopped serving for a reason other than an update, a pause, a sleep or the router; absent again when
     the engine serves."""

@@ -62,8 +62,6 @@ class AgentStatus(Message):
     """Versions in the memory of the pod (transport Staged), oldest first; without ``digest`` while they arrive."""
     nccl: Nccl | None = None
     """NCCL of the engine's container; None: not known."""
-    all_reduce: float | None = None
-    """All-reduce bandwidth of the pod's ranks in GB/s, measured before the start. None: not measured."""
     reason: GateReason | None = None
     """Why the gate is closed; None while it is open."""
     message: str = ""

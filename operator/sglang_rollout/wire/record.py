@@ -34,8 +34,6 @@ class EngineRow(Message):
     """Memory tags that are released: ``weights``, ``kv_cache``, ``cuda_graph``."""
     comparing: bool = False
     """Released weights are restored and still to be compared with the committed version."""
-    all_reduce: float | None = None
-    """All-reduce bandwidth of the ranks in GB/s, measured before the start. None: not measured."""
 
 
 class Adapter(Message):

@@ -110,7 +110,6 @@ def _build_row(engine: EngineView, verdict: Verdict, *, lost: bool | None = None
         node=head.node if head else None,
         port=None if port == GATE_PORT else port,
         nodes=[pod.node or "" for pod in engine.pods] if len(engine.pods) > 1 else None,
-        all_reduce=row.all_reduce if row else None,
         reason=verdict.reason.value if verdict.reason else "",
         message=verdict.message,
         lost=lost,

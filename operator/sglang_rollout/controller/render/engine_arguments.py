@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 
 from sglang_rollout.api.engine_flags import FLAGS, EngineFlags
-from sglang_rollout.api.engine_spec import NODE_NAME_ENV, NODE_RANK_ENV
+from sglang_rollout.api.engine_spec import NODE_RANK_ENV
 from sglang_rollout.api.network_spec import CACHE_VARIABLES, MEMORY_CHECK, NETWORK_VARIABLES, OFFLINE_VARIABLES
 from sglang_rollout.api.sharing_spec import Mode
 from sglang_rollout.api.v1alpha1 import SGLangRollout
@@ -99,7 +99,7 @@ def engine_environment(rollout: SGLangRollout) -> list[Object]:
     # A health check that generates tokens would fail during every weight update, because the engine is paused.
     health: Object = {"name": "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "value": "false"}
     own = [variable.model_dump(mode="json", by_alias=True, exclude_none=True) for variable in rollout.spec.engine.env]
-    return [health, *_rank_variables(rollout), *node_variables(rollout), *engine_variables(rollout), *own]
+    return [health, *_rank_variables(rollout), *engine_variables(rollout), *own]
 
 
 def agent_environment(rollout: SGLangRollout) -> list[Object]:
@@ -123,11 +123,6 @@ def engine_variables(rollout: SGLangRollout) -> list[Object]:
     if rollout.spec.model.offline:
         values |= dict.fromkeys(OFFLINE_VARIABLES, "1")
     return [{"name": name, "value": value} for name, value in values.items()]
-
-
-def node_variables(rollout: SGLangRollout) -> list[Object]:
-    """Return the variable with the name of the node, which ``engine.preflight`` reports."""
-    return [_field_variable(NODE_NAME_ENV, "spec.nodeName")] if rollout.spec.engine.preflight else []
 
 
 def _rank_variables(rollout: SGLangRollout) -> list[Object]:

@@ -25,7 +25,7 @@ from sglang_rollout.controller.render.hashing import revisions
 from sglang_rollout.controller.render.names import EnginePorts, engine_ports
 from sglang_rollout.controller.render.overlay import merge
 from sglang_rollout.controller.render.placement import CLAIM, keep_near, keep_off, pod_labels, pod_placement, queue_labels
-from sglang_rollout.controller.render.preflight import all_reduce, preflight
+from sglang_rollout.controller.render.preflight import preflight
 from sglang_rollout.controller.render.resources import own_resources
 from sglang_rollout.controller.render.start import DRAIN_SCRIPT, DRAIN_SECONDS, start_script
 from sglang_rollout.controller.render.storage import downloads, mounts, volumes, with_shared_mounts
@@ -170,7 +170,7 @@ def _agent(rollout: SGLangRollout, settings: Settings, name: str, ports: EngineP
 
 def _engine(rollout: SGLangRollout, name: str, ports: EnginePorts) -> Object:
     engine, resources = rollout.spec.engine, _engine_resources(rollout)
-    script = start_script(rollout, preflight(rollout, resources, ports) + all_reduce(rollout))
+    script = start_script(rollout, preflight(rollout, resources, ports))
     attempts = (START_SECONDS if engine.pods == 1 else WAIT_SECONDS) // PROBE_SECONDS
     return {
         "name": ENGINE_CONTAINER,

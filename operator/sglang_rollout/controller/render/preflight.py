@@ -1,4 +1,4 @@
-"""Checks in the engine's container before SGLang starts: ports, devices, memory, and the speed of an all-reduce.
+"""Checks in the engine's container before SGLang starts: ports, devices and memory.
 
 A check that fails ends the container with one line, which the operator shows in the engine's row of ``status``.
 SGLang would report the same problem minutes later, or less clearly.
@@ -6,16 +6,9 @@ SGLang would report the same problem minutes later, or less clearly.
 
 from __future__ import annotations
 
-import itertools
-import shlex
 from collections.abc import Iterable
-from importlib import resources
 
-from sglang_rollout.api.engine_spec import NODE_NAME_ENV
-from sglang_rollout.api.sharing_spec import Mode
 from sglang_rollout.api.v1alpha1 import SGLangRollout
-from sglang_rollout.api.weights_spec import Backend
-from sglang_rollout.controller.render import names
 from sglang_rollout.controller.render.common import Object, parse_quantity
 from sglang_rollout.controller.render.names import OF_POD, EnginePorts
 
@@ -27,10 +20,6 @@ _OPEN_FILES = 65535
 """Limit that SGLang sets at its start (``set_ulimit``)."""
 _IPC_LOCK = 14
 """Number of the capability CAP_IPC_LOCK."""
-SECONDS = 300
-"""Limit for the all-reduce: each rank loads torch for the first time on this node, and NCCL probes all devices and links."""
-
-_PROGRAM = (resources.files("sglang_rollout.controller.render") / "programs" / "all_reduce.py").read_text()
 
 
 def preflight(rollout: SGLangRollout, resources: Object, ports: EnginePorts = OF_POD, *, root: str = "") -> str:
@@ -121,39 +110,3 @@ caps=$(sed -n 's/^CapEff:[[:space:]]*//p' {root}/proc/self/status)
 test "$(ulimit -l)" = unlimited || test "$((0x$caps >> {_IPC_LOCK} & 1))" = 1 ||
   fail "RDMA pins memory, and this user may lock $(ulimit -l) KiB only: run as root, or raise the runtime's memlock limit"
 """
-
-
-def all_reduce(rollout: SGLangRollout) -> str:
-    """Return the measurement of the all-reduce within the pod, as shell; empty without ``engine.preflight``.
-
-    It measures this node only. The pod reports to the other pods of its engine afterwards.
-    """
-    engine = rollout.spec.engine
-    if engine.preflight is None:
-        return ""
-    settings = engine.preflight.all_reduce
-    arguments = [
-        *("--backend", _backend(rollout).value),
-        *("--ranks", str(engine.pod_gpus)),
-        *("--megabytes", str(settings.megabytes)),
-        *("--floor", str(settings.floor or 0)),
-        *("--seconds", str(SECONDS)),
-        *("--file", names.ALL_REDUCE_FILE),
-    ]
-    # In the background, because a shell handles signals only between two commands. The old boot file goes first, because the
-    # other pods would wait for the ranks of its boot ID.
-    return f"""\
-rm -f {names.BOOT_FILE}
-python3 -c {shlex.quote(_PROGRAM)} {" ".join(arguments)} --node "${NODE_NAME_ENV}" &
-wait $! || exit $?
-"""
-
-
-def _backend(rollout: SGLangRollout) -> Backend:
-    """Return NCCL if the engine computes on GPUs: its own, or the trainer's, which no resource names."""
-    spec = rollout.spec
-    if spec.engine.gpu_resource:
-        return Backend.NCCL
-    args = spec.engine.args
-    on_cpu = "--device=cpu" in args or ("--device", "cpu") in itertools.pairwise(args)
-    return Backend.GLOO if spec.mode is Mode.STANDALONE or on_cpu else spec.weights.backend

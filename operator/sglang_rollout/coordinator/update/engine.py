@@ -215,5 +215,5 @@ class Engine:
             reason, message = None, ""
         return EngineRow(
             name=name, state=seen.state, version=seen.version, boot_id=seen.boot_id, gate_open=seen.gate_open,
-            reason=reason, message=message[:room], released=seen.released, comparing=self.is_comparing, all_reduce=seen.all_reduce,
+            reason=reason, message=message[:room], released=seen.released, comparing=self.is_comparing,
         )  # fmt: skip

@@ -63,7 +63,6 @@ def large(**more: object) -> Record:
             gate_open=False,
             reason=GateReason.NOT_UP,
             message=why,
-            all_reduce=123.4,
         )
         for name in NAMES
     ]
