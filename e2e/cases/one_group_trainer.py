@@ -20,8 +20,9 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
+
+from sglang_rollout.testing.trainer_group import broadcast, choose_port, open_group
 
 PROMPT, TOKENS = [4, 5, 6], 6
 GROUP = "slime-pp_0"
@@ -71,27 +72,24 @@ def read_model() -> tuple[Weights, Callable[[Weights], list[int]]]:
     return made, lambda weights: expected_tokens(held_from(weights), PROMPT, TOKENS)
 
 
-def open_group() -> dist.ProcessGroupGloo:
+def open_fleet_group() -> Any:
     """Open the process group as rank 0. The world size comes from the server, as for any SGLang server."""
     world = 1 + int(call("GET", "/get_server_info")["num_gpus"])
     address = socket.gethostbyname(socket.gethostname())
-    store = dist.TCPStore(address, 0, world, is_master=True, timeout=LIMIT, wait_for_workers=False)
-    body = {"master_address": address, "master_port": store.port, "rank_offset": 1, "world_size": world, "group_name": GROUP}
+    port = choose_port(address)
+    body = {"master_address": address, "master_port": port, "rank_offset": 1, "world_size": world, "group_name": GROUP}
     asked = pool.submit(call, "POST", "/init_weights_update_group", body | {"backend": "gloo"})
-    prefixed = dist.PrefixStore("cpu/", dist.PrefixStore(f"{GROUP}/", dist.PrefixStore(GROUP, store)))
-    joined = dist.ProcessGroupGloo(prefixed, 0, world, LIMIT)
+    joined = open_group(host=address, port=port, group=GROUP, world_size=world, timeout=LIMIT)
     asked.result()
     return joined
 
 
-def push(group: dist.ProcessGroupGloo, weights: Weights, label: str) -> None:
+def push(group: Any, weights: Weights, label: str) -> None:
     """Send one version: pause, flush, buckets, continue."""
     call("POST", "/pause_generation", {})
     call("GET", "/flush_cache")
     names = list(weights)
     size = -(-len(names) // BUCKETS)
-    options = dist.BroadcastOptions()
-    options.rootRank = options.rootTensor = 0
     for bucket in (names[at : at + size] for at in range(0, len(names), size)):
         body = {
             "names": bucket,
@@ -102,8 +100,7 @@ def push(group: dist.ProcessGroupGloo, weights: Weights, label: str) -> None:
             "weight_version": label,
         }
         asked = pool.submit(call, "POST", "/update_weights_from_distributed", body)
-        for name in bucket:
-            group.broadcast([weights[name].contiguous()], options).wait()
+        broadcast(group, [weights[name] for name in bucket])
         asked.result()
     call("POST", "/continue_generation", {})
 
@@ -124,7 +121,7 @@ def main() -> None:
     """Serve until the input ends."""
     torch.set_num_threads(1)
     base, generate = read_model()
-    group = open_group()
+    group = open_fleet_group()
     if refused:
         sys.exit(f"the process group was not opened: {refused}")
     answer(ready=True, pid=os.getpid(), policy=json.dumps(generate(base)))

@@ -35,7 +35,7 @@ _PR_SET_PDEATHSIG = 1
 class Member:
     """This process's membership in one process group.
 
-    SGLang's ``init_custom_process_group``: a TCP store at the trainer's address, then ``PrefixStore(<group>)``, into which torch puts
+    As SGLang's ``init_custom_process_group``: the TCP store at the trainer's address, then ``PrefixStore(<group>)``, into which torch puts
     ``<group>/`` and ``<device>/``.
 
     Args:
@@ -66,14 +66,16 @@ class Member:
             raise RuntimeError(f"backend {backend} needs a GPU, and torch finds none beside the weight store (weights.store.gpu)")
         self._device = device if device is not None or self._is_gloo else "cuda:0"
         limit = timedelta(seconds=deadline)
-        store = dist.TCPStore(host, port, None, False, timeout=limit, wait_for_workers=False)
+        # Checked and created before the store is reached, because a join that fails later is counted by rank 0 all the same.
+        gloo_device = _gloo_device(host, port) if self._is_gloo else None
+        store = _reach_store(host, port, group=group, world_size=world_size, limit=limit)
         prefixed = dist.PrefixStore(group, store)
         if self._is_gloo:
             for part in (f"{group}/", "cpu/"):
                 prefixed = dist.PrefixStore(part, prefixed)
             options = dist.ProcessGroupGloo._Options()
             options._timeout = limit
-            options._devices = [_gloo_device(host, port)]
+            options._devices = [gloo_device]
             self._group: Any = dist.ProcessGroupGloo(prefixed, rank, world_size, options)
         else:
             self._group = _join_with_helper(prefixed, group=group, rank=rank, world_size=world_size, backend=backend, limit=limit)
@@ -96,6 +98,18 @@ class Member:
         options.rootRank = options.rootTensor = 0
         options.timeout = timedelta(seconds=deadline)
         self._group.broadcast([buffer], options).wait()
+
+
+def _reach_store(host: str, port: int, *, group: str, world_size: int, limit: timedelta) -> Any:
+    """Return a client of the trainer's store that has counted itself once, however often this rank tries to join the process group.
+
+    Rank 0 of torch's ``rendezvous("tcp://…")``, with which frameworks open their process groups, waits until ``world_size`` clients that
+    know the world size have connected. Nothing takes a count back, so a second attempt that counts would stand for a rank that is absent.
+    """
+    store = dist.TCPStore(host, port, None, False, timeout=limit, wait_for_workers=False)
+    if store.add(f"sglang-rollout/{group}/attempts", 1) > 1:
+        return store
+    return dist.TCPStore(host, port, world_size, False, timeout=limit)
 
 
 def _join_with_helper(store: Any, *, group: str, rank: int, world_size: int, backend: str, limit: timedelta) -> Any:

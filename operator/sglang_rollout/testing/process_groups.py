@@ -1,6 +1,7 @@
 """A stand-in's ranks of weight-update groups: real gloo, joined as SGLang's ``init_custom_process_group`` does. Needs torch.
 
-SGLang's recipe: a TCP store at the trainer's address, then ``PrefixStore(<group>)``, into which torch puts ``<group>/`` and ``<device>/``.
+SGLang's recipe: a client of the TCP store at the trainer's address that counts itself, as torch's rendezvous does, then
+``PrefixStore(<group>)``, into which torch puts ``<group>/`` and ``<device>/``.
 Each rank is an object with its own gloo device, so one process can hold any number of ranks. Everything here blocks: call it in a thread.
 
 A rank that is killed closes its connections to the peers, as when a process is killed. gloo has no way to end a call that waits, so a rank
@@ -73,7 +74,8 @@ class Rank:
                 self._killed.wait(_AGAIN_SECONDS)
             else:
                 limit = timedelta(seconds=JOIN_SECONDS)
-                return dist.TCPStore(self._host, self._port, None, False, timeout=limit, wait_for_workers=False)
+                # Made with a world size, the client counts itself, for which rank 0 of torch's rendezvous waits.
+                return dist.TCPStore(self._host, self._port, self._world_size, False, timeout=limit)
         raise Killed
 
     def receive(self, nbytes: int) -> bytes:

@@ -29,6 +29,9 @@ class Rendezvous:
     """The store in which one process group forms, with a new port and a random name for each group.
 
     A second group with the port or name of the first finds old keys in the store and fails at the first broadcast.
+
+    torch's ``rendezvous("tcp://…")`` is not used for rank 0, because it needs a port that nothing keeps free until it listens, and because
+    nothing ends its wait for clients: :meth:`abort` must, when the fleet refuses. gloo waits for the ranks in its place.
     """
 
     def __init__(self, *, host: str, world_size: int, backend: str, device: str | None, deadline: Deadline) -> None:

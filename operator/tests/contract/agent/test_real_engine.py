@@ -17,7 +17,7 @@ from e2e.engine import Engine, LabError, environment, start_engine
 
 from sglang_rollout.wire.states import BASE, EngineState, Version
 from tests.contract.support.agent_pod import BASE_WIRE, Answer, Pod, run_pod, until
-from tests.support.paths import TRAINERS
+from tests.support.paths import TRAINERS, package_variables
 from tests.support.ports import free_port
 
 pytestmark = [pytest.mark.router, pytest.mark.engine, pytest.mark.timeout(420)]
@@ -52,6 +52,7 @@ async def trainer(
     process = await asyncio.create_subprocess_exec(
         *(str(environment.python(make=False)), str(TRAINER), str(model), str(port), group, str(scale), str(ranks)),
         *([tensors] if tensors else []),
+        env=package_variables(),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,

@@ -120,7 +120,7 @@ def roll(t: Trainer, scale: float, version: str) -> None:
 def session(t: Trainer, scale: float, version: str) -> None:
     """Begin and end with a version and flattened buckets and without a pause, as our own client and those modelled on TRL's do."""
     if not t.commits:
-        t.open(t.get("/get_world_size")["world_size"] + 1, group="session", group_name="session")
+        t.open(t.get("/get_world_size")["world_size"] + 1, group="session", how="stateless", group_name="session")
     t.post("/begin_weight_update", {})
     for names in t.buckets(3):
         t.send(scale, names, flat=True, group_name="session", load_format="flattened_bucket", weight_version=int(version))

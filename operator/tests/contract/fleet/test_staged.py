@@ -26,7 +26,7 @@ from sglang_rollout.testing import Fault
 from sglang_rollout.testing.app import FAULTS
 from tests.contract.fleet.test_dialects import close_groups, session, slime, torchrl
 from tests.contract.support.trainer_dialects import Fleet, Trainer, fleet, trainer
-from tests.support.paths import OPERATOR, TRAINERS
+from tests.support.paths import TRAINERS, package_variables
 
 pytestmark = [pytest.mark.engine, pytest.mark.router, pytest.mark.timeout(600)]
 
@@ -51,12 +51,9 @@ class Uploader:
 
 @contextmanager
 def uploader(lab: Fleet, *options: str) -> Iterator[Uploader]:
-    path = os.pathsep.join([str(OPERATOR), os.environ.get("PYTHONPATH", "")])
     command = [str(environment.python(make=False)), str(TRAINERS / "upload_on_request.py"), lab.url, str(environment.model()), *options]
     with (lab.folder / "uploader.log").open("ab") as log:
-        process = start_child(
-            command, env=os.environ | {"PYTHONPATH": path}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
-        )
+        process = start_child(command, env=package_variables(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
     try:
         yield Uploader(process)
     finally:

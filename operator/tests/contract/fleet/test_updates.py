@@ -21,7 +21,7 @@ import requests
 from e2e.child import start_child
 from e2e.engine import Engine, environment, start_engine
 
-from tests.support.paths import TRAINERS
+from tests.support.paths import TRAINERS, package_variables
 
 pytestmark = [pytest.mark.engine, pytest.mark.router, pytest.mark.timeout(600)]
 
@@ -61,7 +61,7 @@ class Stack:
     def train(self, group: str, manner: str, seed: int, version: str | None = None) -> dict[str, Any]:
         command = [str(environment.python(make=False)), str(TRAINER), URL, str(environment.model()), group, str(seed), manner]
         command += [version] if version else []
-        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, env=package_variables(), check=False, capture_output=True, text=True, timeout=120)
         if manner == "die":
             assert done.returncode == -signal.SIGKILL, done.stderr
             return {}

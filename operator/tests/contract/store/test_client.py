@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +12,7 @@ from e2e.engine import environment
 
 from tests.contract.support.fake_coordinator import FakeCoordinator, fake_coordinator
 from tests.contract.support.store_process import StoreProcess
-from tests.support.paths import OPERATOR, TRAINERS
+from tests.support.paths import TRAINERS, package_variables
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(240)]
 
@@ -27,9 +26,8 @@ def fleet(engine_environment: None, upload_store: StoreProcess) -> Iterator[Fake
 
 
 def run(case: str, fleet: FakeCoordinator) -> dict[str, Any]:
-    path = os.pathsep.join([str(OPERATOR), os.environ.get("PYTHONPATH", "")])
     command = [str(environment.python(make=False)), str(TRAINERS / "upload_cases.py"), case, fleet.url]
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(command, env=package_variables(), capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return dict(json.loads(done.stdout.splitlines()[-1]))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from pathlib import Path
 
@@ -12,10 +11,10 @@ from e2e.engine import environment
 from e2e.kube import eventually
 
 from sglang_rollout.staging.copies import MANIFEST
-from sglang_rollout.wire.ports import STORE_RECEIVE
+from sglang_rollout.wire.ports import STORE_JOIN, STORE_RECEIVE
 from tests.contract.support.engine_servers import Peer
 from tests.contract.support.store_process import StoreProcess, TensorRow, new_update, shard_of
-from tests.support.paths import OPERATOR
+from tests.support.paths import package_variables
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -41,6 +40,32 @@ def test_a_version_arrives_in_several_buckets(store: StoreProcess, trainer: Peer
     described = json.loads((store.volume / update / MANIFEST).read_text())
     assert described["version"]["label"] == "1"
     assert store.leave("g")[1]["groups"] == []
+
+
+@pytest.mark.parametrize("how", ["stateless", "client"])
+def test_a_store_that_frameworks_make_otherwise_is_joined_too(store: StoreProcess, mortal: Peer, how: str) -> None:
+    """Without a registered process group, and our client's, which does not wait for clients. All other tests use torch's rendezvous."""
+    update = new_update()
+    store.open(update)
+    assert store.join(mortal, "g", how)[1]["groups"] == [mortal.group]
+    digest = store.receive(mortal, update, SMALL, flat=True)
+    sealed(store, update)
+    assert store.data_digest(update, 0) == digest
+
+
+def test_a_second_attempt_to_join_does_not_count_as_another_rank(store: StoreProcess, mortal: Peer) -> None:
+    """Rank 0 waits for a third rank, which the store's attempts must not replace: rank 0 would block in gloo instead of failing."""
+    mortal.send_command("open", group="g", world=3, seconds=12)
+    opened = mortal.read_answer()
+    for _ in range(2):
+        assert store.call(STORE_JOIN, store.at(opened, deadline=2))[0] >= 400
+    assert "2/3 clients joined" in mortal.read_answer()["error"]
+
+
+def test_a_join_that_is_refused_is_not_counted(store: StoreProcess, mortal: Peer) -> None:
+    mortal.send_command("open", group="g", seconds=5)
+    assert store.call(STORE_JOIN, store.at(mortal.read_answer(), backend="nccl"))[0] >= 400
+    assert "1/2 clients joined" in mortal.read_answer()["error"]
 
 
 def test_an_empty_tensor_is_broadcast_too(store: StoreProcess, trainer: Peer) -> None:
@@ -147,7 +172,7 @@ def test_a_group_under_the_same_name_replaces_the_first(store: StoreProcess, tra
 
 def test_a_process_group_over_nccl_is_refused_without_a_gpu_before_the_trainer_is_called(store: StoreProcess) -> None:
     body = {"group_name": "n", "master_address": "127.0.0.1", "master_port": 1, "backend": "nccl", "deadline": 60}
-    status, reply = store.call("/store/join", body)
+    status, reply = store.call(STORE_JOIN, body)
     assert (status, reply["code"]) == (502, "UpstreamFailed")
     assert "backend nccl needs a GPU, and torch finds none beside the weight store (weights.store.gpu)." in reply["message"]
     assert store.status()["groups"] == []
@@ -158,27 +183,18 @@ import io, sys, threading
 from datetime import timedelta
 from pathlib import Path
 import torch
-import torch.distributed as dist
 from sglang_rollout.store import receiver
+from sglang_rollout.testing.trainer_group import broadcast, choose_port, open_group
 path, seconds = Path(sys.argv[1]), 60.0
 sizes = [20_000_000, 0, 3]
 sent = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
-master = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+port = choose_port()
 
 def send():
-    store = master
-    for part in ("g", "g/", "cpu/"):
-        store = dist.PrefixStore(part, store)
-    options = dist.ProcessGroupGloo._Options()
-    options._timeout, options._devices = timedelta(seconds=seconds), [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-    group = dist.ProcessGroupGloo(store, 0, 2, options)
-    for tensor in sent:
-        wanted = dist.BroadcastOptions()
-        wanted.rootRank = wanted.rootTensor = 0
-        group.broadcast([tensor], wanted).wait()
+    broadcast(open_group(host="127.0.0.1", port=port, group="g", world_size=2, timeout=timedelta(seconds=seconds)), sent)
 
 threading.Thread(target=send, daemon=True).start()
-where = dict(host="127.0.0.1", port=master.port, group="g", rank=1, world_size=2, backend="gloo", deadline=seconds)
+where = dict(host="127.0.0.1", port=port, group="g", rank=1, world_size=2, backend="gloo", deadline=seconds)
 member = receiver.Member(**where, device="cpu")
 receiver.receive_into_file(member, io.StringIO(), path=path, data_start=5, sizes=sizes, deadline=seconds)
 assert path.read_bytes() == b"head:" + b"".join(tensor.numpy().tobytes() for tensor in sent)
@@ -190,14 +206,13 @@ def test_bytes_that_arrive_in_the_memory_of_a_device_are_copied_into_the_shard(e
     shard = tmp_path / "shard"
     shard.write_bytes(b"head:" + bytes(20_000_003))
     command = [str(environment.python(make=False)), "-c", THROUGH_A_DEVICE, str(shard)]
-    path = os.pathsep.join([str(OPERATOR), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, env=package_variables(), capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
 
 
 def test_an_address_where_no_store_listens_is_refused_at_the_deadline(store: StoreProcess) -> None:
     body = {"group_name": "nowhere", "master_address": "127.0.0.1", "master_port": 1, "deadline": 2}
-    status, reply = store.call("/store/join", body)
+    status, reply = store.call(STORE_JOIN, body)
     assert (status, reply["code"]) == (502, "UpstreamFailed")
     assert store.status()["groups"] == []
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import threading
 import time
@@ -20,7 +19,7 @@ from e2e.child import start_child
 from e2e.engine import Engine, environment
 from e2e.engine import make_engine as make_sglang
 
-from tests.support.paths import OPERATOR, TRAINERS
+from tests.support.paths import TRAINERS, package_variables
 from tests.support.ports import free_port
 
 PEER = TRAINERS / "command_peer.py"
@@ -37,8 +36,7 @@ def stand_in(port: int, log: Path, *args: str) -> Engine:
     """Return a stand-in process with torch and the real engine's model, which is not started yet."""
     command = [str(environment.python(make=False)), "-m", "sglang_rollout.testing", "--port", str(port)]
     command += ["--model", str(environment.model()), "--weight-version", "base", "--token-ms", "3", *args]
-    path = os.pathsep.join([str(OPERATOR), os.environ.get("PYTHONPATH", "")])
-    return Engine(port, command, log, os.environ | {"PYTHONPATH": path})
+    return Engine(port, command, log, package_variables())
 
 
 def sglang(port: int, log: Path, *, old: bool = False, args: Sequence[str] = ()) -> Engine:
@@ -209,7 +207,7 @@ def peer() -> Iterator[Peer]:
 def start_peer(script: Path, log: IO[str]) -> Iterator[subprocess.Popen[str]]:
     """Run a trainer that takes commands, for the length of the block."""
     command = [str(environment.python(make=False)), str(script)]
-    process = start_child(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
+    process = start_child(command, env=package_variables(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
     watchdog = threading.Timer(240, process.kill)  # a trainer without an answer must not block the tests
     watchdog.start()
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import uuid
 from collections.abc import Iterator, Sequence
@@ -35,7 +34,7 @@ from sglang_rollout.wire.ports import (
     TICKET_HEADER,
 )
 from tests.contract.support.engine_servers import Peer, start_peer
-from tests.support.paths import OPERATOR, TRAINERS
+from tests.support.paths import TRAINERS, package_variables
 from tests.support.ports import free_port
 
 TOKEN = "store-secret"
@@ -95,9 +94,8 @@ class StoreProcess:
             *("--volume", str(self.volume), "--state-dir", str(self.folder / "state"), "--token-file", str(self.folder / "token")),
             *self.options,
         ]
-        path = os.pathsep.join([str(OPERATOR), os.environ.get("PYTHONPATH", "")])
         with (self.folder / "store.log").open("ab") as log:
-            self.process = start_child(command, env=os.environ | {"PYTHONPATH": path}, stdout=log, stderr=log)
+            self.process = start_child(command, env=package_variables(), stdout=log, stderr=log)
         eventually("the weight store answers", self._is_up, within=60)
 
     def stop(self) -> None:
@@ -134,13 +132,19 @@ class StoreProcess:
         upload = {"upload_ticket": UPLOAD_TICKET} if shards else {}
         return self.call(STORE_OPEN, {"update": update, "ticket": TICKET, "size_limit": SIZE_LIMIT, "shards": shards, **upload, **changes})
 
-    def join(self, trainer: Peer, group: str) -> Answer:
-        trainer.group = group
-        trainer.send_command("open", group=group)
-        port = trainer.read_answer()["port"]
-        reply = self.later(STORE_JOIN, {"group_name": group, "master_address": "127.0.0.1", "master_port": port, "deadline": 60})
+    def join(self, trainer: Peer, group: str, how: str = "rendezvous") -> Answer:
+        """Open a process group with a trainer, in one of the ways of ``store_peer.py``, and return the answer."""
+        trainer.send_command("open", group=group, how=how)
+        opened = trainer.read_answer()
+        trainer.group = opened["group"]
+        reply = self.later(STORE_JOIN, self.at(opened))
         assert trainer.read_answer() == {"joined": True}
         return reply.result(60)
+
+    @staticmethod
+    def at(opened: dict[str, Any], **changes: Any) -> dict[str, Any]:
+        """Return the body of a call to join the process group that a trainer opens."""
+        return {"group_name": opened["group"], "master_address": "127.0.0.1", "master_port": opened["port"], "deadline": 60} | changes
 
     def leave(self, group: str) -> Answer:
         return self.call(STORE_LEAVE, {"group_name": group})

@@ -215,11 +215,20 @@ class Trainer:
         assert reply.ok, f"POST {path}: {reply.status_code} {reply.text}"
         return reply.json()
 
-    def open(self, world: int, *, group: str = "weight_update_group", who: int = 0, text_port: bool = False, **fields: Any) -> None:
-        """Open a process group: rank 0 listens and joins while the call is sent, as in every trainer."""
+    def open(
+        self,
+        world: int,
+        *,
+        group: str = "weight_update_group",
+        who: int = 0,
+        text_port: bool = False,
+        how: str = "rendezvous",
+        **fields: Any,
+    ) -> None:
+        """Open a process group in one of the ways of ``command_peer.py``: rank 0 listens and joins while the call is sent."""
         mine = self.peers[who]
         mine.group = group
-        mine.send_command("open", group=group, world=world)
+        mine.send_command("open", group=group, world=world, how=how)
         port = mine.read_answer()["port"]
         body = {"master_address": "127.0.0.1", "master_port": str(port) if text_port else port, "rank_offset": 1, "world_size": world}
         asked = self.pool.submit(self.post, "/init_weights_update_group", body | fields)

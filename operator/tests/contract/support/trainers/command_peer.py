@@ -1,6 +1,7 @@
 """A trainer's part of weight updates, commanded by lines of JSON; run by the engine environment's Python, which has torch.
 
-{"do": "open", "group": NAME, "world": N}      -> {"port": P}, and when all have joined {"joined": true}
+{"do": "open", "group": NAME, "world": N, "how": "rendezvous"|"stateless"}
+                                               -> {"port": P}, and when all have joined {"joined": true}
 {"do": "send", "model": FOLDER, "scale": X, "names": [...]|null, "dtype": T|null, "flat": bool, "shape": [...]|null,
  "flip": [BYTE, BIT]|null, "times": N}         -> the names, dtypes and shapes; after a {"do": "go"}: {"sent": true} or {"error": TEXT}
 {"do": "save", "model": FOLDER, "scale": X, "to": FOLDER}        -> {"saved": true}
@@ -14,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+
+from sglang_rollout.testing.trainer_group import broadcast, choose_port, close_group, open_group, open_stateless_group
 
 LIMIT = timedelta(seconds=240)
 """Fifty ranks of one process took 34 s to join on a busy machine with two cores, and once more than 100 s."""
@@ -32,16 +34,13 @@ def ask() -> dict[str, Any]:
     return dict(json.loads(line))
 
 
-def join(group: str, world: int) -> tuple[Any, Any]:
-    server = dist.TCPStore("127.0.0.1", 0, None, True, timeout=LIMIT, wait_for_workers=False)
-    answer({"port": server.port})
-    prefixed = dist.PrefixStore("cpu/", dist.PrefixStore(f"{group}/", dist.PrefixStore(group, server)))
-    options = dist.ProcessGroupGloo._Options()
-    options._timeout = LIMIT
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-    made = dist.ProcessGroupGloo(prefixed, 0, world, options)
+def join(group: str, world: int, how: str = "rendezvous") -> Any:
+    """Open a process group. ``how``: ``rendezvous`` as most frameworks do, or ``stateless``."""
+    port, opener = choose_port(), open_stateless_group if how == "stateless" else open_group
+    answer({"port": port})
+    made = opener(host="127.0.0.1", port=port, group=group, world_size=world, timeout=LIMIT)
     answer({"joined": True})
-    return server, made
+    return made
 
 
 def weights(model: str, scale: float, names: list[str] | None = None) -> dict[str, Any]:
@@ -80,11 +79,8 @@ def send(
     sent = list(tensors.values())
     if flat:
         sent = [torch.cat([tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in sent])]
-    options = dist.BroadcastOptions()
-    options.rootRank = options.rootTensor = 0
     try:
-        for work in [made.broadcast([tensor.contiguous()], options) for tensor in sent * times]:
-            work.wait()
+        broadcast(made, sent * times)
     except RuntimeError as error:
         answer({"error": str(error)})
     else:
@@ -93,12 +89,13 @@ def send(
 
 def main() -> None:
     torch.set_num_threads(1)
-    store = made = None
+    made = None
     while True:
         command = ask()
         action = command.pop("do")
         if action == "open":
-            store, made = join(**command)
+            close_group(made)
+            made = join(**command)
         elif action == "send":
             send(made, **command)
         elif action == "save":
@@ -106,7 +103,8 @@ def main() -> None:
             save_file(weights(command["model"], command["scale"]), f"{command['to']}/model.safetensors", metadata={"format": "pt"})
             answer({"saved": True})
         else:
-            store = made = None  # noqa: F841 - closes the process group
+            close_group(made)
+            made = None
             answer({"closed": True})
 
 

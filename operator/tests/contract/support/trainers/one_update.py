@@ -9,24 +9,22 @@ line on standard input. Then it broadcasts all tensors, or only the first TENSOR
 import json
 import os
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
-from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world, default_pg_timeout, rendezvous
+
+from sglang_rollout.testing.trainer_group import broadcast, open_group
+
+LIMIT = timedelta(minutes=10)
 
 
 def main(model: str, port: str, group: str, scale: str, ranks: str, tensors: str = "") -> None:
-    world = 1 + int(ranks)
     weights = {
         name: (tensor.float() * float(scale)).to(tensor.dtype) for name, tensor in load_file(Path(model) / "model.safetensors").items()
     }
-    store, _, _ = next(rendezvous(f"tcp://127.0.0.1:{port}", 0, world, timeout=default_pg_timeout))
-    made, _ = _new_process_group_helper(
-        world, 0, [], Backend("gloo"), PrefixStore(group, store), group_name=group, backend_options=None, timeout=default_pg_timeout
-    )
-    _world.pg_group_ranks[made] = {rank: rank for rank in range(world)}
+    made = open_group(host="127.0.0.1", port=int(port), group=group, world_size=1 + int(ranks), timeout=LIMIT)
     described = {
         "names": list(weights),
         "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()],
@@ -34,9 +32,7 @@ def main(model: str, port: str, group: str, scale: str, ranks: str, tensors: str
     }
     print(json.dumps(described), flush=True)
     sys.stdin.readline()
-    wanted = list(weights.values())[: int(tensors)] if tensors else list(weights.values())
-    for tensor in wanted:
-        dist.broadcast(tensor, 0, group=made)
+    broadcast(made, list(weights.values())[: int(tensors)] if tensors else list(weights.values()))
     if tensors:
         os._exit(1)
     sys.stdin.readline()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import sys
 import threading
 import urllib.error
@@ -16,8 +15,9 @@ import urllib.request
 from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
+
+from sglang_rollout.testing.trainer_group import broadcast, choose_port, open_group
 
 url, model, group, seed, manner = sys.argv[1:6]
 version = sys.argv[6] if len(sys.argv) > 6 else None
@@ -42,16 +42,12 @@ def in_thread(path: str, body: dict[str, object]) -> tuple[threading.Thread, lis
 
 with urllib.request.urlopen(f"{url}/get_world_size", timeout=10) as reply:
     world = json.loads(reply.read())["world_size"] + 1
-with socket.socket() as listener:
-    listener.bind(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
+port = choose_port()
 joining, joined = in_thread(
     "/init_weights_update_group",
     {"master_address": "127.0.0.1", "master_port": str(port), "rank_offset": 1, "world_size": world, "group_name": group},
 )
-store = dist.TCPStore("127.0.0.1", port, world, is_master=True, timeout=LIMIT)
-prefixed = dist.PrefixStore("cpu/", dist.PrefixStore(f"{group}/", dist.PrefixStore(group, store)))
-gloo = dist.ProcessGroupGloo(prefixed, 0, world, LIMIT)
+gloo = open_group(host="127.0.0.1", port=port, group=group, world_size=world, timeout=LIMIT)
 joining.join()
 
 torch.manual_seed(int(seed))
@@ -67,9 +63,7 @@ for name, tensor in tensors.items():
         "group_name": group, "flush_cache": False, "weight_version": version,
     }  # fmt: skip
     thread, found = in_thread("/update_weights_from_distributed", body)
-    options = dist.BroadcastOptions()
-    options.rootRank = options.rootTensor = 0
-    gloo.broadcast([tensor.contiguous()], options).wait()
+    broadcast(gloo, [tensor])
     thread.join()
     replies.append(found[0])
     if manner == "die":

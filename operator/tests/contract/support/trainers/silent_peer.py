@@ -9,12 +9,11 @@ import os
 import signal
 import sys
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
+from sglang_rollout.testing.process_groups import Rank
 from sglang_rollout.trainer.calls import Deadline, run_in_background
 from sglang_rollout.trainer.process_group import FilledBuffer, ProcessGroup, Rendezvous
 
@@ -25,11 +24,8 @@ BYTES = 256 << 20
 
 def peer(port: int, name: str) -> None:
     """Run rank 1, which joins and then stops itself."""
-    store = dist.PrefixStore(name, dist.TCPStore("127.0.0.1", port, None, False, timeout=timedelta(seconds=LIMIT)))
-    options = dist.ProcessGroupGloo._Options()
-    options._timeout = timedelta(seconds=LIMIT)
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-    joined = dist.ProcessGroupGloo(dist.PrefixStore("cpu/", dist.PrefixStore(f"{name}/", store)), 1, 2, options)
+    joined = Rank(host="127.0.0.1", port=port, group=name, rank=1, world_size=2)
+    joined.join()
     os.kill(os.getpid(), signal.SIGSTOP)
     print(joined, file=sys.stderr)
 

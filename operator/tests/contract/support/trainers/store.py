@@ -6,9 +6,10 @@ Arguments: the host to listen on, and ``libuv`` or ``threads``, torch's two kind
 import sys
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import rendezvous
 
 host, kind = sys.argv[1:]
-store = dist.TCPStore(host, 0, None, True, wait_for_workers=False, use_libuv=kind == "libuv")
+store, _, _ = next(rendezvous(f"tcp://{host}:0?use_libuv={int(kind == 'libuv')}", 0, 1))
 print(store.port, flush=True)
 for line in sys.stdin:
     store.set("key", line.strip())

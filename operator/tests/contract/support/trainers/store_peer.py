@@ -1,9 +1,13 @@
 """A trainer's part of one process group with the weight store, commanded by lines of JSON; needs a Python with torch.
 
-{"do": "open", "group": NAME}                                    -> {"port": P}, and when both have joined {"joined": true}
+{"do": "open", "group": NAME, "how": HOW, "world": N, "seconds": S}
+                                                                 -> {"port": P, "group": NAME}, and when all have joined {"joined": true}
+                                                                    or {"error": TEXT}
 {"do": "send", "tensors": [[name, dtype, shape], …], "seed": N, "flat": bool}
                                                                  -> {"sha256": of all bytes}; after a {"do": "go"}: {"sent": SECONDS}
                                                                     or {"error": TEXT}
+
+HOW: ``rendezvous`` as frameworks do, ``stateless``, or ``client``, our own client's, which chooses the name.
 """
 
 import hashlib
@@ -14,9 +18,13 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-LIMIT = timedelta(seconds=240)
+from sglang_rollout.testing.trainer_group import broadcast, choose_port, close_group, open_group, open_stateless_group
+from sglang_rollout.trainer.calls import Deadline
+from sglang_rollout.trainer.process_group import Rendezvous
+
+LIMIT_SECONDS = 240.0
+HOST = "127.0.0.1"
 
 
 def answer(**document: Any) -> None:
@@ -30,16 +38,27 @@ def ask() -> dict[str, Any]:
     return dict(json.loads(line))
 
 
-def join(group: str) -> tuple[Any, Any]:
-    server = dist.TCPStore("127.0.0.1", 0, None, True, timeout=LIMIT, wait_for_workers=False)
-    answer(port=server.port)
-    prefixed = dist.PrefixStore("cpu/", dist.PrefixStore(f"{group}/", dist.PrefixStore(group, server)))
-    options = dist.ProcessGroupGloo._Options()
-    options._timeout = LIMIT
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-    made = dist.ProcessGroupGloo(prefixed, 0, 2, options)
+def join_with_client(seconds: float) -> tuple[Any, Any]:
+    """Return the store, which must stay open, and the process group."""
+    meeting = Rendezvous(host=HOST, world_size=2, backend="gloo", device=None, deadline=Deadline(seconds))
+    answer(port=meeting.port, group=meeting.name)
+    return meeting, meeting.join()
+
+
+def join_as_framework(group: str, how: str, world: int, seconds: float) -> tuple[None, Any]:
+    port, opener = choose_port(HOST), open_stateless_group if how == "stateless" else open_group
+    answer(port=port, group=group)
+    return None, opener(host=HOST, port=port, group=group, world_size=world, timeout=timedelta(seconds=seconds))
+
+
+def join(group: str, how: str = "rendezvous", world: int = 2, seconds: float = LIMIT_SECONDS) -> tuple[Any, Any]:
+    try:
+        made = join_with_client(seconds) if how == "client" else join_as_framework(group, how, world, seconds)
+    except RuntimeError as error:
+        answer(error=str(error))
+        return None, None
     answer(joined=True)
-    return server, made
+    return made
 
 
 def make(seed: int, dtype: str, shape: list[int]) -> Any:
@@ -58,13 +77,9 @@ def send(made: Any, tensors: list[tuple[str, str, list[int]]], seed: int, flat: 
         digest.update(memoryview(as_bytes(tensor).numpy()))
     answer(sha256=digest.hexdigest())
     ask()
-    options = dist.BroadcastOptions()
-    options.rootRank = options.rootTensor = 0
-    sent = [torch.cat([as_bytes(tensor) for tensor in built])] if flat else built
     began = time.monotonic()
     try:
-        for tensor in sent:
-            made.broadcast([tensor], options).wait()
+        broadcast(made, [torch.cat([as_bytes(tensor) for tensor in built])] if flat else built)
     except RuntimeError as error:
         answer(error=str(error))
     else:
@@ -74,10 +89,10 @@ def send(made: Any, tensors: list[tuple[str, str, list[int]]], seed: int, flat: 
 def main() -> None:
     torch.set_num_threads(1)
     held: tuple[Any, Any] = (None, None)
-    # The store and the process group; the store must stay open.
     while True:
         command = ask()
         if command.pop("do") == "open":
+            close_group(held[1])
             held = join(**command)
         else:
             send(held[1], **command)
