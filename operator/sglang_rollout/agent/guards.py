@@ -12,6 +12,7 @@ from typing import Any
 from sglang_rollout.agent import handles
 from sglang_rollout.agent import state as s
 from sglang_rollout.agent.interruption import Cause
+from sglang_rollout.plugin.install import LOADER
 from sglang_rollout.proxy.gate_map import ADAPTERS_LONGEST, encode_adapters
 from sglang_rollout.sglang.api import (
     DEFAULT_GROUP,
@@ -22,7 +23,6 @@ from sglang_rollout.sglang.api import (
     ControlCall,
     MemoryTag,
 )
-from sglang_rollout.staging.payload import LOADER
 from sglang_rollout.wire import find_lone_surrogate
 from sglang_rollout.wire.reasons import Refusal, RefusalCode
 from sglang_rollout.wire.states import EngineState, FleetState, describe_state

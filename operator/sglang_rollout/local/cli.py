@@ -27,12 +27,11 @@ from sglang_rollout.local.plan import EngineArg, Folders, Plan, count_ports, par
 from sglang_rollout.local.sizes import Sizes, SizesError, check_loaders, check_sizes, describe_loader, read_sizes, with_reported_sizes
 from sglang_rollout.local.supervisor import Supervisor
 from sglang_rollout.local.weights import parse_weights
+from sglang_rollout.plugin.install import install_plugin
 from sglang_rollout.proxy.address import Address
 from sglang_rollout.proxy.cli import ADDRESS, NO_HAPROXY, find_haproxy, limits_option, processors_option
 from sglang_rollout.proxy.smg import POLICIES
 from sglang_rollout.sglang.api import PauseMode
-from sglang_rollout.staging.index import StagedError
-from sglang_rollout.staging.payload import install_loader
 from sglang_rollout.wire.ports import FLEET, FLEET_HEALTH, METRICS
 
 _START_SECONDS = 300.0
@@ -220,8 +219,8 @@ def _install_loader(state_dir: Path | None) -> Path:
     if state_dir is None:
         raise click.UsageError("--transport Staged needs --state-dir: engines find the loader there, also after a restart of the fleet")
     try:
-        return install_loader(state_dir.absolute())
-    except StagedError as error:
+        return install_plugin(state_dir.absolute())
+    except OSError as error:
         raise CannotStartError(f"the folder {state_dir} cannot be used: {error}; pass a writable folder with --state-dir") from None
 
 

@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 from sglang_rollout.api.intent import Intent, WantedEngine, WantedStore
 from sglang_rollout.api.limits_spec import Limits, gate_options, limits_options
 from sglang_rollout.api.weights_spec import Weights
+from sglang_rollout.plugin.install import PLUGIN_FOLDER
 from sglang_rollout.proxy.address import Address
-from sglang_rollout.staging.payload import LOADER_FOLDER
 from sglang_rollout.wire import ports as wire
 
 NAME = "local"
@@ -114,7 +114,7 @@ class Folders:
     @property
     def loader(self) -> Path:
         """Folder with the loader of staged versions: the ``PYTHONPATH`` of the engines."""
-        return self.state / LOADER_FOLDER
+        return self.state / PLUGIN_FOLDER
 
     @property
     def intent(self) -> Path:

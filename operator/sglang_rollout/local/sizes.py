@@ -14,8 +14,8 @@ import aiohttp
 
 from sglang_rollout.api.weights_spec import Transport, Weights
 from sglang_rollout.local.plan import EngineArg
+from sglang_rollout.plugin.install import LOADER
 from sglang_rollout.sglang.sizes import loads_folders, read_replicas, read_size
-from sglang_rollout.staging.payload import LOADER
 
 _TIMEOUT_SECONDS = 5.0
 """An engine answers at once, unless its scheduler is busy. A busy engine is treated like an engine that is not up."""

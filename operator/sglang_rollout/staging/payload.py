@@ -1,4 +1,4 @@
-"""What an agent gives its engine: the loader's file, and the body of ``/update_weights_from_tensor`` that names a staged version.
+"""Body of ``/update_weights_from_tensor`` that names a staged version for the plug-in's loader.
 
 SGLang unpickles the body's entries. Their bytes are written here without torch, which agents do not have.
 """
@@ -7,21 +7,12 @@ from __future__ import annotations
 
 import base64
 import json
-import shutil
 import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sglang_rollout.staging import loader
 from sglang_rollout.staging.copies import Copy
-from sglang_rollout.staging.files import Writing
-
-LOADER_MODULE = "sglang_rollout_loader"
-LOADER = f"{LOADER_MODULE}.load"
-"""Value of ``--custom-weight-loader``, and ``load_format`` of the call."""
-LOADER_FOLDER = "loader"
-"""Folder of the loader's file in a volume: the engine's ``PYTHONPATH``. It must exist before the engine starts."""
 
 
 def _text(value: str) -> bytes:
@@ -69,14 +60,3 @@ def loader_request(copy: Copy, verdicts: Path, attempt: str = "") -> dict[str, A
     """
     folder = {"folder": str(copy.folder), "shards": copy.files, "sizes": copy.file_sizes}
     return {**folder, "verdicts": str(verdicts), "id": attempt}
-
-
-def install_loader(volume: Path) -> Path:
-    """Copy the loader's file into a volume, and return the folder for the engine's ``PYTHONPATH``. Raises StagedError."""
-    folder = volume / LOADER_FOLDER
-    with Writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        new = folder / f".{LOADER_MODULE}.new"
-        shutil.copyfile(loader.__file__, new)
-        new.replace(folder / f"{LOADER_MODULE}.py")
-    return folder

@@ -18,10 +18,11 @@ from sglang_rollout.agent.staged.stage import Stager, open_session
 from sglang_rollout.agent.staged.verdicts import VerdictFolder
 from sglang_rollout.credentials import Credentials
 from sglang_rollout.internal.requests import Handler, check_token, read_message
+from sglang_rollout.plugin.install import install_plugin
 from sglang_rollout.staging.bandwidth import Bandwidth
 from sglang_rollout.staging.copies import Copies, Copy
+from sglang_rollout.staging.files import Writing
 from sglang_rollout.staging.index import Index
-from sglang_rollout.staging.payload import install_loader
 from sglang_rollout.staging.serve import staging_routes
 from sglang_rollout.wire.ports import MEMBER_ATTEMPT, MEMBER_DROP, MEMBER_STAGE, MEMBER_VERDICTS
 from sglang_rollout.wire.reasons import Refusal, RefusalCode, RefusedError
@@ -141,7 +142,8 @@ async def run_staged_member(
     Raises:
         StagedError: The volume cannot be written.
     """
-    install_loader(volume)
+    with Writing(volume):
+        install_plugin(volume)
     copies = Copies(volume, state / "staged")
     async with open_session() as session:
         # The head pod names the copies that are being loaded among those to keep.

@@ -22,11 +22,12 @@ from sglang_rollout.agent.engine import Engine
 from sglang_rollout.agent.engine_model import EngineModel
 from sglang_rollout.agent.staged.verdicts import VerdictFolder
 from sglang_rollout.checkpoints.folder import shorten_problems
+from sglang_rollout.plugin.install import LOADER
 from sglang_rollout.sglang.api import ControlCall, has_external_draft
 from sglang_rollout.sglang.sizes import loads_folders, read_replicas
 from sglang_rollout.staging.copies import Copy
 from sglang_rollout.staging.index import shard_header
-from sglang_rollout.staging.payload import LOADER, loader_payload, loader_request
+from sglang_rollout.staging.payload import loader_payload, loader_request
 from sglang_rollout.wire.agent import CheckpointRequest
 from sglang_rollout.wire.reasons import Refusal, RefusalCode, RefusedError
 from sglang_rollout.wire.staged import Shard

@@ -9,11 +9,9 @@ from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.api.weights_spec import Medium, Staging
 from sglang_rollout.controller.render import names
 from sglang_rollout.controller.render.common import Object, container_ports, memory_volume, parse_quantity
+from sglang_rollout.plugin.install import LOADER
 from sglang_rollout.sglang.sizes import loads_folders
 from sglang_rollout.wire.ports import STAGING_PORT
-
-LOADER = "sglang_rollout_loader.load"
-"""Function that loads a staged version inside SGLang, in a file of ``names.LOADER_DIR``."""
 
 _EXTRA_BYTES = 64 * 2**20
 """Room for headers, indexes and the loader beside the tensors of the versions."""
@@ -95,10 +93,10 @@ def engine_arguments(rollout: SGLangRollout) -> list[str]:
 
 
 def start_lines(rollout: SGLangRollout) -> str:
-    """Return the lines by which the start script lets SGLang find the loader. The image may have folders of its own in the variable."""
+    """Return the lines by which the start script lets SGLang find the plug-in. The image may have folders of its own in the variable."""
     if not _has_loader(rollout):
         return ""
-    return f'export PYTHONPATH="{names.LOADER_DIR}${{PYTHONPATH:+:$PYTHONPATH}}"\n'
+    return f'export PYTHONPATH="{names.PLUGIN_DIR}${{PYTHONPATH:+:$PYTHONPATH}}"\n'
 
 
 def pod_revision(rollout: SGLangRollout) -> Object:

@@ -12,9 +12,10 @@ import pytest
 from e2e.held_tensors import changed_state
 
 from sglang_rollout.agent.staged import stage as staging
+from sglang_rollout.plugin.install import LOADER, PLUGIN_FOLDER
 from sglang_rollout.sglang.api import MODEL_INFO, ControlCall
 from sglang_rollout.sglang.client import EngineError, Reply
-from sglang_rollout.staging.payload import LOADER, loader_payload
+from sglang_rollout.staging.payload import loader_payload
 from sglang_rollout.testing import StandIn, expected_tokens
 from sglang_rollout.wire.agent import SyncRequest
 from sglang_rollout.wire.ports import AGENT_STAGE, DEADLINE_HEADER, STAGED, TICKET_HEADER
@@ -103,7 +104,7 @@ async def test_copies_that_are_not_kept_are_deleted(pod: PodHere, source: Source
     answer = await stage(pod, source, three, keep=(two,))
     assert [copy["update"] for copy in answer.body["staged"]] == [two.update, three.update]
     assert not (pod.volume / one.update).exists()
-    assert (pod.volume / "loader").is_dir()
+    assert (pod.volume / PLUGIN_FOLDER).is_dir()
     refused = await activate(pod, one)
     assert (refused.status, refused.body["code"], refused.body["wrote"]) == (404, RefusalCode.NOT_FOUND, False)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from e2e.held_tensors import changed_state
 
-from sglang_rollout.staging.payload import LOADER
+from sglang_rollout.plugin.install import LOADER
 from sglang_rollout.testing import StandIn, expected_tokens
 from sglang_rollout.wire.agent import SyncRequest
 from sglang_rollout.wire.ports import AGENT_ACTIVATE, AGENT_RUN

@@ -20,8 +20,8 @@ from sglang_rollout.agent.engine import Engine, RunFiles, StartBarrier
 from sglang_rollout.agent.launch.member_pod import MemberPod, member_app
 from sglang_rollout.agent.staged.member_service import run_staged_member
 from sglang_rollout.credentials import Credentials
+from sglang_rollout.plugin.install import LOADER
 from sglang_rollout.proxy.address import Address
-from sglang_rollout.staging.payload import LOADER
 from sglang_rollout.testing import StandIn
 from sglang_rollout.testing import staged as loader
 from sglang_rollout.wire.staged import StagedCopy

@@ -8,8 +8,8 @@ import pytest
 from sglang_rollout.agent import guards
 from sglang_rollout.agent import state as s
 from sglang_rollout.agent.interruption import Cause, Interruption
+from sglang_rollout.plugin.install import LOADER
 from sglang_rollout.sglang.api import ControlCall
-from sglang_rollout.staging.payload import LOADER
 from sglang_rollout.wire.states import BASE, EngineState
 
 RELEASED_WEIGHTS = Interruption(cause=Cause.RELEASE, released=["weights"])

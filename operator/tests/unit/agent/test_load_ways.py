@@ -11,8 +11,8 @@ import pytest
 from sglang_rollout.agent.engine import Engine
 from sglang_rollout.agent.staged.verdicts import VerdictFolder
 from sglang_rollout.agent.staged.ways import choose_way, find_file_problem, find_other_shapes
+from sglang_rollout.plugin.install import LOADER
 from sglang_rollout.staging.copies import Copy
-from sglang_rollout.staging.payload import LOADER
 from sglang_rollout.wire.reasons import RefusalCode
 from sglang_rollout.wire.staged import Shard, StagedTensor
 from tests.support.staged import fill, open_copy, random_version, shard

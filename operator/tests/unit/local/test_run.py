@@ -30,9 +30,9 @@ from sglang_rollout.local import cli
 from sglang_rollout.local.plan import Child, EngineArg, parse_engine
 from sglang_rollout.local.sizes import Sizes, SizesError, check_loaders, check_sizes, read_sizes, with_reported_sizes
 from sglang_rollout.local.supervisor import ChildProcess, Supervisor
+from sglang_rollout.plugin.install import LOADER
 from sglang_rollout.proxy.address import Address
 from sglang_rollout.sglang.api import PauseMode
-from sglang_rollout.staging.payload import LOADER
 from sglang_rollout.testing import StandIn
 from tests.support.ports import free_port
 
@@ -188,8 +188,8 @@ def test_options_of_transport_staged_that_do_not_fit_are_refused(tmp_path: Path)
         assert "--staging-bandwidth-limit is too low" in refused(*line, "--transport", "Staged", *state, *limit, *slow)
         assert "needs --state-dir" in refused(*line, "--transport", "Staged", *limit)
         text = refused(*line, "--transport", "Staged", *state, *limit)
-        assert f"start it with the variable PYTHONPATH={tmp_path / 'loader'}" in text
-        assert "--custom-weight-loader sglang_rollout_loader.load" in text
+        assert f"start it with the variable PYTHONPATH={tmp_path / 'plugin'}" in text
+        assert "--custom-weight-loader sglang_rollout_plugin.loader.load" in text
         disk = '{"catchUp": {"disk": "/d"}}'
         assert "needs no catchUp.disk" in refused(*line, "--transport", "Staged", *state, *limit, "--weights", disk)
         one_copy = '{"staging": {"copies": 1}, "catchUp": {"disk": "/d"}}'

@@ -249,7 +249,7 @@ def test_a_restart_keeps_complete_copies_with_ticket_and_version(tmp_path: Path)
     fill(done, SHARDS, contents).seal(VERSION)
     fill_shard(first.open(update_id(2), TICKET, LIMIT), SHARDS[0], contents[0])
     first.open(update_id(3), TICKET, LIMIT)
-    (first.volume / "loader").mkdir()
+    (first.volume / "plugin").mkdir()
     second = copies(tmp_path)
     assert second.status() == [done.status()]
     kept = second.get(update_id(1))
@@ -257,7 +257,7 @@ def test_a_restart_keeps_complete_copies_with_ticket_and_version(tmp_path: Path)
     assert (kept.ticket, kept.version, kept.index.end, kept.index.digests) == ("secret", VERSION, done.index.end, done.index.digests)
     assert kept.file_sizes == done.file_sizes
     assert read_data(kept) == contents
-    assert {path.name for path in second.volume.iterdir()} == {update_id(1), "loader"}
+    assert {path.name for path in second.volume.iterdir()} == {update_id(1), "plugin"}
 
 
 @pytest.mark.parametrize("fault", ["cut", "missing", "manifest", "end", "boot", "lies"])

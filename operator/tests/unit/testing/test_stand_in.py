@@ -20,7 +20,8 @@ import pytest
 import requests
 
 from sglang_rollout.agent.engine import Engine
-from sglang_rollout.staging.payload import LOADER, loader_payload, loader_request
+from sglang_rollout.plugin.install import LOADER
+from sglang_rollout.staging.payload import loader_payload, loader_request
 from sglang_rollout.testing import Fault, Kind, Phase, StandIn, StandInFleet, app, decode, encode, expected_tokens
 from sglang_rollout.wire.staged import Shard, StagedTensor
 from tests.support.ports import free_port

@@ -1,7 +1,6 @@
-"""Load a staged version inside SGLang: every rank calls ``load`` (``--custom-weight-loader sglang_rollout_loader.load``).
+"""Load a staged version inside SGLang: every rank calls ``load`` (``--custom-weight-loader sglang_rollout_plugin.loader.load``).
 
-The agent copies this file alone to ``<volume>/loader/sglang_rollout_loader.py``, so it imports nothing of this project. It never hashes
-the files, because the agent has.
+It never hashes the files, because the agent has.
 
 SGLang answers with success if the loader returns, and the engine ends if the loader raises. So the loader refuses by a *verdict*: a small
 file for the agent. It raises only after its first write to the weights, because no part of a mixture may serve.
@@ -41,7 +40,7 @@ def load(model: Any, named_tensors: list[tuple[str, Any]]) -> None:
     try:
         _write_verdict(request, ok=True, wrote=True, message="")
     except OSError as error:  # the folder is gone if the agent was restarted meanwhile; without the verdict it loads the version again
-        print(f"sglang_rollout_loader: loaded, but cannot write the verdict: {_describe(error)}", flush=True)
+        print(f"sglang_rollout_plugin: loaded, but cannot write the verdict: {_describe(error)}", flush=True)
 
 
 def _open_shards(request: dict[str, Any]) -> list[Any]:
@@ -81,7 +80,7 @@ def _refuse(request: dict[str, Any], error: Exception) -> None:
     try:
         _write_verdict(request, ok=False, wrote=False, message=f"Nothing was loaded: {_describe(error)}")
     except Exception as second:  # noqa: BLE001 - raising would end the engine, which is unchanged
-        print(f"sglang_rollout_loader: refused ({_describe(error)}), but cannot write the verdict: {_describe(second)}", flush=True)
+        print(f"sglang_rollout_plugin: refused ({_describe(error)}), but cannot write the verdict: {_describe(second)}", flush=True)
 
 
 def _write_verdict(request: dict[str, Any], *, ok: bool, wrote: bool, message: str, ended: bool = True) -> None:
