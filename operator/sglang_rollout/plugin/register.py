@@ -19,7 +19,7 @@ HOOKS = (*requests.HOOKS, *cache_key.HOOKS, *names.HOOKS)
 
 
 def register() -> None:
-    """Register all hooks. The first process of an engine sets the ID of the run, unless whoever started the engine has."""
+    """Register all hooks. The first process of an engine sets the ID of the run, unless the start script of the engine has."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: PLC0415 - present in engines only
 
     if not read_run(os.environ):

@@ -1,6 +1,6 @@
 """Settings of the plug-in: one JSON object in an environment variable of the engine. Pure.
 
-Whoever starts an engine writes the variable with ``dump_settings``; the plug-in reads it once in each process.
+The process that starts an engine writes the variable with ``dump_settings``; the plug-in reads it once in each process.
 """
 
 from __future__ import annotations
