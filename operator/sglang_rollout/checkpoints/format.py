@@ -50,6 +50,14 @@ DTYPE_OF_TORCH: Mapping[str, str] = {
     "bool": "BOOL",
 }
 """Safetensors name of each type, by torch's name without ``torch.``."""
+TORCH_DTYPES = (
+    frozenset(DTYPE_OF_TORCH)
+    | {"float8_e4m3fnuz", "float8_e5m2fnuz", "float4_e2m1fn_x2", "complex64", "complex128"}
+    | {
+        *("double", "float", "half", "long", "int", "short"),
+    }
+)
+"""Names of all types that a trainer may announce, also torch's short names."""
 
 
 class FormatError(Exception):

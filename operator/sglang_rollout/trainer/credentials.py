@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sglang_rollout.trainer.errors import FleetError
+from sglang_rollout.wire.arguments import find_text_problem
 
 TOKEN_VARIABLE = "SGLANG_ROLLOUT_TOKEN"  # noqa: S105 - a name
 TOKEN_FILE_VARIABLE = "SGLANG_ROLLOUT_TOKEN_FILE"  # noqa: S105 - a name
@@ -43,10 +44,12 @@ def find_credentials(token: str | None, token_file: str | os.PathLike[str] | Non
     """Return the credentials of the arguments, or else of the environment.
 
     Raises:
-        FleetError: A token and a file of a token are given.
+        FleetError: A token and a file of a token are given, or the token cannot be sent.
     """
     if token is not None and token_file is not None:
         raise FleetError("Give token or token_file, not both.")
+    if token is not None and (find_text_problem(token, "token") or not token.isascii()):
+        raise FleetError("token must be a string of printable ASCII characters that is not empty.")  # the message never quotes it
     if token is None and token_file is None:
         token_file = os.environ.get(TOKEN_FILE_VARIABLE) or None
         token = None if token_file is not None else os.environ.get(TOKEN_VARIABLE) or None

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+import operator
 import os
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, get_args
 
 from pydantic import ValidationError
 
+from sglang_rollout.trainer.arguments import check_group_options, check_push, require
 from sglang_rollout.trainer.calls import Deadline, Http
 from sglang_rollout.trainer.credentials import find_credentials
 from sglang_rollout.trainer.deltas import LastUpload
@@ -33,6 +36,7 @@ from sglang_rollout.trainer.ranks import MARGIN_SECONDS, Ranks, follow
 from sglang_rollout.trainer.snapshots import HostBytes, Snapshots, Staging
 from sglang_rollout.trainer.tensors import NamedTensors, Shapes, Source, Specs
 from sglang_rollout.trainer.upload import COMMIT_STEPS, Upload, Wait
+from sglang_rollout.wire.arguments import find_flag_problem, find_seconds_problem, find_text_problem
 from sglang_rollout.wire.ports import FLEET, FLEET_TENSORS
 from sglang_rollout.wire.trainer import TRANSPORT_STAGED, FleetDocument, ModelTensors
 
@@ -74,11 +78,23 @@ def connect(
             has changed. The fleet holds exactly the same bytes as after a complete upload.
 
     Raises:
+        ValueError: An argument is wrong.
         FleetError: Both ``token`` and ``token_file`` are given.
         FleetUnreachable: The fleet did not become healthy in time.
         FleetUntrusted: The certificate of the URL is not accepted.
     """
-    http = Http(url, find_credentials(token, token_file, ca))
+    require(
+        find_text_problem(url, "url") if url != "" else None,
+        find_seconds_problem(timeout, "timeout"),
+        find_flag_problem(delta, "delta"),
+        None
+        if snapshots is None or isinstance(snapshots, Snapshots)
+        else f"snapshots is {snapshots!r}; expected Snapshots(directory, ...).",
+    )
+    credentials = find_credentials(token, token_file, ca)
+    if credentials.ca is not None and not Path(credentials.ca).exists():
+        raise FleetError(f"There is no file {credentials.ca!r} with certificates of authorities (ca=, or the variable SGLANG_ROLLOUT_CA).")
+    http = Http(url, credentials)
     deadline = Deadline(timeout)
     last_answer = "none."
     while True:
@@ -207,6 +223,7 @@ class Fleet:
         Raises:
             GroupFailed: The process group could not be opened.
         """
+        check_group_options(backend, host, device, timeout)
         self._groups.options = GroupOptions(backend, host, device, timeout)
         return self._groups.open()
 
@@ -254,9 +271,14 @@ class Fleet:
                 with too few engines (``weights.transport: Staged``). The exception's ``advice`` says which.
             ValueError: An argument is wrong.
         """
+        check_push(
+            {"named_tensors": named_tensors, "specs": specs, "version": version, "bucket_bytes": bucket_bytes, "timeout": timeout}
+            | {"snapshot": snapshot, "checksums": checksums, "check_model": check_model, "wait": wait},
+            get_args(Wait),
+        )
         source = Source(named_tensors, specs)
         ranks = _trainer_ranks(source, timeout)
-        options = PushOptions(str(version), bucket_bytes, timeout, checksums or {})
+        options = PushOptions(version if isinstance(version, str) else str(operator.index(version)), bucket_bytes, timeout, checksums or {})
         if ranks is not None and not ranks.is_leader:
             return PushResult(**follow(ranks, source, options.intent, bucket_bytes=bucket_bytes, timeout=timeout))
         with nullcontext() if ranks is None else ranks.publish_failure():

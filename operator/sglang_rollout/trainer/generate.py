@@ -12,8 +12,11 @@ from typing import Any
 
 import requests
 
+from sglang_rollout.trainer.arguments import require
 from sglang_rollout.trainer.calls import Cancellation, Deadline, Http, refusal_reason, run_in_background
 from sglang_rollout.trainer.errors import FailedPrompt, FleetUnreachable, GenerateFailed
+from sglang_rollout.wire import find_lone_surrogate
+from sglang_rollout.wire.arguments import find_count_problem, find_flag_problem, find_seconds_problem
 from sglang_rollout.wire.reasons import end_sentence, quote_value
 
 RETRIED = frozenset({429, 502, 503, 504})
@@ -32,6 +35,9 @@ MAX_SAMPLES_PER_PROMPT = 1024
 """Maximum of ``n``. One engine generates all samples of a prompt and returns them in one JSON document: with
 log-probabilities, 1024 samples of 8192 tokens are about 400 MB.
 """
+
+MAX_TOKEN = 2**31
+"""Above every token ID."""
 
 SamplingParams = Mapping[str, Any]
 
@@ -103,8 +109,11 @@ def generate(
 ) -> list[Sample]:
     """Send one ``/generate`` per prompt, ``concurrency`` at a time. Return the samples in the order of the prompts."""
     to_send = build_prompt_requests(prompts, key=key, n=n, sampling_params=sampling_params)
-    if concurrency < 1:
-        raise ValueError(f"concurrency is {concurrency}; expected at least 1.")
+    require(
+        find_count_problem(concurrency, "concurrency"),
+        find_seconds_problem(timeout, "timeout"),
+        find_flag_problem(return_logprob, "return_logprob"),
+    )
     run = _Run(http, to_send, key, return_logprob=return_logprob, deadline=Deadline(timeout))
     run.run(min(concurrency, len(to_send)))
     return run.result()
@@ -348,14 +357,19 @@ def _check_prompts(prompts: Sequence[str] | Sequence[Sequence[int]], key: str) -
 def _check_text(prompt: Any, name: str) -> str:
     if not isinstance(prompt, str):
         raise TypeError(f"{name} is {_describe_value(prompt)}; expected a text. Pass token ids as input_ids=.")
+    require(find_lone_surrogate({name: prompt}))
     return prompt
 
 
 def _check_token_ids(prompt: Any, name: str) -> list[int]:
     try:
-        return [operator.index(token) for token in prompt]  # converts NumPy's integers, which JSON cannot write
+        found = [operator.index(token) for token in prompt]  # converts NumPy's integers, which JSON cannot write
     except TypeError as error:
         raise TypeError(f"{name} is {_describe_value(prompt)}; expected a list of integer token ids. Pass texts as prompts=.") from error
+    wrong = next((token for token in found if not 0 <= token < MAX_TOKEN), None)
+    if wrong is not None or any(isinstance(token, bool) for token in prompt):
+        raise ValueError(f"{name} has {quote_value(wrong if wrong is not None else True)}; token ids are whole numbers from 0.")
+    return found
 
 
 def _resolve_params(params: Any, n: int | None, name: str) -> tuple[dict[str, Any], int]:

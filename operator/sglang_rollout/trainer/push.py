@@ -148,7 +148,7 @@ class Push:
         first = self._timed("prepare", lambda: self._next_bucket(prepared))
         if first is None:
             raise prepare_failure(NoTensorError())
-        self._timed("begin", lambda: self._call("begin", ControlCall.BEGIN_UPDATE.path, {}))
+        self._timed("begin", lambda: self._call("begin", ControlCall.BEGIN_UPDATE.path, {"weight_version": self._options.version}))
         self._timed("transfer", lambda: self._transfer(first, prepared))
         ended = self._timed("end", lambda: self._call("end", ControlCall.END_UPDATE.path, self._end_body()))
         self.fenced = read_fenced(ended)

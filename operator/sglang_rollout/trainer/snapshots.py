@@ -34,9 +34,11 @@ from sglang_rollout.checkpoints.publish import (
     write_file,
 )
 from sglang_rollout.checkpoints.snapshots import FileEntry, Manifest, Snapshot
+from sglang_rollout.trainer.arguments import require
 from sglang_rollout.trainer.calls import Deadline, run_in_background
 from sglang_rollout.trainer.errors import SnapshotFailed
 from sglang_rollout.trainer.tensors import TensorSpec
+from sglang_rollout.wire.arguments import find_count_problem, find_seconds_problem
 from sglang_rollout.wire.states import Version
 
 log = logging.getLogger(__name__)
@@ -74,10 +76,10 @@ class Snapshots:
             deadline: Seconds for writing one snapshot.
 
         Raises:
-            ValueError: A number is below 1, or ``model`` is not a folder of a model.
+            ValueError: A number is wrong, or ``model`` is not a folder of a model.
         """
-        if every < 1 or keep < 1 or shard_bytes < 1:
-            raise ValueError(f"every={every}, keep={keep} and shard_bytes={shard_bytes} must be at least 1.")
+        numbers = {"every": every, "keep": keep, "shard_bytes": shard_bytes}
+        require(*(find_count_problem(value, name) for name, value in numbers.items()), find_seconds_problem(deadline, "deadline"))
         if not (Path(model) / CONFIG).is_file():
             raise ValueError(
                 f"{model} is not a folder with a {CONFIG}. Pass the folder of the model; "
@@ -98,6 +100,8 @@ class Snapshots:
         Raises:
             SnapshotFailed: The snapshot could not be written, or is not written within ``timeout`` seconds.
         """
+        if timeout is not None:
+            require(find_seconds_problem(timeout, "timeout"))
         if self._running is None:
             return None
         seconds = self.deadline if timeout is None else timeout

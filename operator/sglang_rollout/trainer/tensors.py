@@ -18,6 +18,7 @@ from math import prod
 from typing import Any, Generic, TypeVar
 
 from sglang_rollout.checkpoints.format import DTYPE_OF_TORCH, ITEM_BITS
+from sglang_rollout.wire.arguments import find_shape_problem, find_tensor_name_problem
 
 T = TypeVar("T")
 NamedTensors = Mapping[str, Any] | Iterable[tuple[str, Any]]
@@ -153,6 +154,9 @@ def read_spec(name: Any, tensor: Any) -> TensorSpec:
     cleaned = clean_name(name) if isinstance(name, str) else ""
     if not cleaned:
         raise ValueError(f"{name!r} is not the name of a tensor.")
+    problem = find_tensor_name_problem(cleaned, "the name of a tensor")
+    if problem is not None:
+        raise ValueError(problem)
     if not callable(getattr(tensor, "element_size", None)) or not hasattr(tensor, "shape"):
         raise ValueError(f"{name!r} is of type {type(tensor).__name__}, not a torch tensor; leave it out.")
     if getattr(tensor, "is_meta", False):
@@ -288,9 +292,13 @@ def _read_declared_spec(entry: Any) -> TensorSpec:
     if not isinstance(entry, tuple | list) or len(entry) != 3:
         raise ValueError(f"specs has the entry {entry!r}; each must be (name, shape, dtype).")
     name, shape, kind = entry
+    cleaned = clean_name(name) if isinstance(name, str) else name
+    problem = find_tensor_name_problem(cleaned, "a name in specs") or find_shape_problem(shape, f"specs of {name!r}")
+    if problem is not None:
+        raise ValueError(problem)
     dtype = str(kind).removeprefix("torch.")
     _check_dtype(name, dtype)
-    return TensorSpec(clean_name(name), dtype, tuple(shape), ITEM_BYTES[dtype])
+    return TensorSpec(cleaned, dtype, tuple(int(size) for size in shape), ITEM_BYTES[dtype])
 
 
 def _check_dtype(name: str, dtype: str) -> None:

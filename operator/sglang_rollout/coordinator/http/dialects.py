@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import re
-import unicodedata
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 from pydantic import ValidationError
 
+from sglang_rollout.checkpoints.format import TORCH_DTYPES
 from sglang_rollout.coordinator.update.requests import (
     Answer,
     AtEngine,
@@ -36,9 +37,15 @@ from sglang_rollout.coordinator.update.requests import (
     Update,
     Upload,
 )
-from sglang_rollout.coordinator.update.versions import MAX_LABEL_CHARACTERS
 from sglang_rollout.sglang.api import DEFAULT_PAUSE_MODE, DISK_LOAD_FORMATS, MEMORY_TAGS, PAUSE_MODES, TENSOR_LOAD_FORMATS, ControlCall
 from sglang_rollout.wire import find_lone_surrogate
+from sglang_rollout.wire.arguments import (
+    MAX_TENSOR_PARALLEL_DIGITS,
+    find_checksums_problem,
+    find_label_problem,
+    find_shape_problem,
+    find_tensor_name_problem,
+)
 from sglang_rollout.wire.reasons import RefusedError, quote_value
 from sglang_rollout.wire.staged import DIGEST_PATTERN, MAX_SHARDS, Shard
 from sglang_rollout.wire.trainer import ControlReply
@@ -56,10 +63,6 @@ ADAPTER_FIELDS = ("lora_name", "lora_path", "pinned")
 """Fields of ``/load_lora_adapter`` in SGLang 0.5.20 to 0.5.23. SGLang itself sets ``lora_id`` and ``rid`` of its request class."""
 MAX_TENSOR_ROWS = 100
 """Largest ``truncate_size`` of ``/get_weights_by_name``; SGLang's default. All rows of a large tensor do not fit into one answer."""
-MAX_SIZE_DIGITS = 6
-"""Digits of an engine's tensor parallel size. Python refuses to parse thousands of digits."""
-_LINE_BREAKING = frozenset({"Cc", "Zl", "Zp"})
-"""Unicode categories of control characters, and of separators of lines and paragraphs."""
 Fields = Mapping[str, Any]
 
 
@@ -100,8 +103,9 @@ def pause(body: Fields) -> Request:
 
 
 def begin(body: Fields) -> Begin:
-    """``/begin_weight_update``."""
-    return Begin(dict(body))
+    """``/begin_weight_update``. ``weight_version`` is a field of this project here: a wrong label is refused before any tensor is sent."""
+    label = _label(body.get("weight_version"), "weight_version")
+    return Begin({key: value for key, value in body.items() if key != "weight_version"}, label)
 
 
 def end(body: Fields) -> End:
@@ -153,21 +157,8 @@ def commit_upload(update: str, body: Fields) -> CommitUpload:
 
 def _checksums(body: Fields) -> dict[int, tuple[str, ...]]:
     checksums = body.get("checksums") or {}
-    if not isinstance(checksums, dict):
-        raise RefusedError(_CHECKSUMS)
-    return dict(_checksums_entry(size, ranks) for size, ranks in checksums.items())
-
-
-_CHECKSUMS = 'checksums must be an object: all ranks\' checksums by an engine\'s tensor parallel size, {"2": ["ab12…", "cd34…"]}.'
-
-
-def _checksums_entry(size: str, ranks: object) -> tuple[int, tuple[str, ...]]:
-    is_number = size.isascii() and size.isdigit() and len(size) <= MAX_SIZE_DIGITS
-    if not is_number or not isinstance(ranks, list) or not all(isinstance(rank, str) for rank in ranks):
-        raise RefusedError(_CHECKSUMS)
-    if len(ranks) != int(size):
-        raise RefusedError(f"checksums: an engine of tensor parallel size {size} needs {size} checksums, not {len(ranks)}.")
-    return int(size), tuple(ranks)
+    _refuse(find_checksums_problem(checksums, "checksums"))
+    return {int(size): tuple(ranks) for size, ranks in checksums.items()}
 
 
 def update(body: Fields) -> Request:
@@ -187,10 +178,28 @@ def update(body: Fields) -> Request:
         raise RefusedError(f"the tensor lists differ in length: {shown}. Engines would wait for tensors that never come.")
     # Some clients send the dtype as torch prints it; SGLang looks it up by its bare name.
     forwarded["dtypes"] = [str(dtype).removeprefix("torch.") for dtype in forwarded["dtypes"]]
+    _check_tensors(forwarded)
     label = _label(body.get("weight_version"), "weight_version")
     if label is not None:
         forwarded["weight_version"] = label
     return Update(_name(body, "group_name"), label, forwarded)
+
+
+def _check_tensors(body: Fields) -> None:
+    """Refuse values that an engine would refuse only after other engines have begun to receive."""
+    names: list[object] = body["names"]
+    for number, name in enumerate(names):
+        _refuse(find_tensor_name_problem(name, f"names[{number}]"))
+    twice = next((name for name, times in Counter(names).items() if times > 1), None)
+    if twice is not None:
+        raise RefusedError(f"names has {quote_value(twice)} twice: send each tensor once.")
+    for number, (dtype, shape) in enumerate(zip(body["dtypes"], body["shapes"], strict=True)):
+        if dtype not in TORCH_DTYPES:
+            raise RefusedError(f"dtypes[{number}] {quote_value(dtype)} is not a type of torch: use for example bfloat16.")
+        _refuse(find_shape_problem(shape, f"shapes[{number}]"))
+    for flag in ("flush_cache", "abort_all_requests", "torch_empty_cache"):
+        if not isinstance(body.get(flag, False), bool):
+            raise RefusedError(f"{flag} {quote_value(body[flag])} is neither true nor false.")
 
 
 def from_disk(body: Fields) -> Request:
@@ -294,7 +303,7 @@ def weights_by_name(query: Fields, body: Fields) -> dict[str, Any]:
     name, size = _name(wanted, "name"), wanted.get("truncate_size", MAX_TENSOR_ROWS)
     if name is None:
         raise RefusedError("name is missing: name a tensor as the checkpoint does, for example model.norm.weight.")
-    is_text = isinstance(size, str) and size.isascii() and size.isdigit() and len(size) <= MAX_SIZE_DIGITS
+    is_text = isinstance(size, str) and size.isascii() and size.isdigit() and len(size) <= MAX_TENSOR_PARALLEL_DIGITS
     rows = int(size) if is_text else size
     if not isinstance(rows, int) or isinstance(rows, bool) or not 1 <= rows <= MAX_TENSOR_ROWS:
         raise RefusedError(f"truncate_size {quote_value(size)} is out of range: use 1 to {MAX_TENSOR_ROWS} rows.")
@@ -336,12 +345,11 @@ def _name(body: Fields, key: str) -> str | None:
 def _label(value: object, key: str) -> str | None:
     if value is None or value == "":
         return None
-    if isinstance(value, bool) or not isinstance(value, str | int):
-        raise RefusedError(f"{key} {quote_value(value)} is not a version: use a string or a whole number.")
-    label = str(value)
-    if len(label) > MAX_LABEL_CHARACTERS:
-        raise RefusedError(f"{key} is {len(label)} characters long: use at most {MAX_LABEL_CHARACTERS}.")
-    # Logs, headers and status show labels, and readers of these split them into lines.
-    if any(unicodedata.category(character) in _LINE_BREAKING for character in label):
-        raise RefusedError(f"{key} {quote_value(label)} contains a control character, for example a line end: use printable characters.")
-    return label
+    _refuse(find_label_problem(value, key))
+    return str(value)
+
+
+def _refuse(problem: str | None) -> None:
+    """Raise RefusedError if there is a problem."""
+    if problem is not None:
+        raise RefusedError(problem)

@@ -16,8 +16,8 @@ from sglang_rollout.coordinator.http.app import CALLER, PARTS, Parts
 from sglang_rollout.coordinator.http.control import answer_to, reply_to
 from sglang_rollout.coordinator.update.requests import Body, Upload, WithdrawUpload
 from sglang_rollout.coordinator.update.store import STORE
-from sglang_rollout.coordinator.update.versions import MAX_LABEL_CHARACTERS
 from sglang_rollout.staging.choose import NoSuchVersionError, choose_version
+from sglang_rollout.wire.arguments import MAX_LABEL_CHARACTERS
 from sglang_rollout.wire.ports import FLEET, FLEET_UPDATES, STAGED, STORE_READ, STORE_VERIFY
 from sglang_rollout.wire.reasons import RefusedError, quote_value
 from sglang_rollout.wire.staged import UPDATE_PATTERN, StoreReadReply, StoreReadRequest, StoreVerifyReply, StoreVerifyRequest

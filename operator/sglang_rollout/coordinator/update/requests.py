@@ -61,6 +61,8 @@ class Begin:
     """``/begin_weight_update``."""
 
     body: Body = field(default_factory=dict)
+    label: str | None = None
+    """The trainer's label of the version. Tensors and ``/update_weight_version`` may name it later."""
 
 
 @dataclass(frozen=True)

@@ -32,13 +32,12 @@ from sglang_rollout.coordinator.update.steps import (
 from sglang_rollout.coordinator.update.transaction import find_group, open_sessions, pause_for_update, refuse_stale_group
 from sglang_rollout.coordinator.update.verify import announced_names, note_held_weights, note_received
 from sglang_rollout.sglang.api import ControlCall, PauseMode
+from sglang_rollout.wire.arguments import is_shape
 from sglang_rollout.wire.reasons import RefusedError
 from sglang_rollout.wire.record import OnDisk, UpdateReason
 
 MAX_COUNTED_BYTES = 2**53
 """Every JSON parser reads integers up to this one exactly. A push is never as large."""
-MAX_DIMENSIONS = 64
-"""Most dimensions of a tensor in torch."""
 DISK_PATIENCE_SECONDS = 60.0
 """How much later than half of the engines another one may have loaded a checkpoint, at least: its node may have to read files that the
 nodes of the others have in memory."""
@@ -138,15 +137,10 @@ def count_bytes(body: Body) -> int | None:
     total = 0
     for dtype, shape in zip(dtypes, shapes, strict=True):
         bits = ITEM_BITS.get(DTYPE_OF_TORCH.get(dtype, ""))
-        if bits is None or not _is_shape(shape):
+        if bits is None or not is_shape(shape):
             return None
         total += math.prod(shape) * bits // 8
     return total if total <= MAX_COUNTED_BYTES else None
-
-
-def _is_shape(shape: object) -> bool:
-    """Return True for a list of a few sizes. The engines refuse other shapes."""
-    return isinstance(shape, list) and len(shape) <= MAX_DIMENSIONS and all(type(size) is int and 0 <= size < 2**53 for size in shape)
 
 
 # --- disk -----------------------------------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ def refuse_further_push(fleet: Fleet, request: Request, caller: str, waiting: It
 async def begin(fleet: Fleet, ask: Begin) -> Answer:
     """Open an update for a trainer with a session. Its tensors come through the open process groups."""
     live_members(fleet)
-    staged = await _open_update(fleet, fleet.transaction.label, trainer_session=True)
+    staged = await _open_update(fleet, ask.label or fleet.transaction.label, trainer_session=True)
     return Answer(200, "Success", {**fleet.advice(), "version": str(fleet.target()), "update": staged.id})
 
 

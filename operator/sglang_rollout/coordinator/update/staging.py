@@ -15,6 +15,7 @@ from sglang_rollout.checkpoints.format import DTYPE_OF_TORCH, ITEM_BITS
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.requests import Body
 from sglang_rollout.coordinator.update.store import STORE
+from sglang_rollout.wire.arguments import is_shape
 from sglang_rollout.wire.reasons import RefusedError, quote_value
 from sglang_rollout.wire.staged import Shard, StagedTensor, StageRequest
 from sglang_rollout.wire.states import StagedVersion, Version
@@ -23,8 +24,6 @@ MAX_NAMED_PROBLEMS = 50
 """Tensors that a refusal names."""
 MAX_PEERS = 3
 """Agents from which a single engine, or the store, copies a committed version, before the store."""
-MAX_DIMENSIONS = 64
-"""Most dimensions of a tensor in torch."""
 FLATTENED = "flattened_bucket"
 """``load_format`` of a bucket that comes in one broadcast."""
 
@@ -140,14 +139,10 @@ def shard_of(body: Body) -> Shard:
             raise RefusedError(f"names: {quote_value(name)} is not the name of a tensor: use 1 to 1024 characters.")
         if known is None:
             raise RefusedError(f"tensor {name}: type {quote_value(dtype)} cannot be staged: use one of {', '.join(DTYPE_OF_TORCH)}.")
-        if not _is_shape(shape):
+        if not is_shape(shape):
             raise RefusedError(f"tensor {name}: shape {quote_value(shape)} is not a list of sizes.")
         tensors.append(StagedTensor(name=name, dtype=known, shape=shape))
     return Shard(tensors=tensors)
-
-
-def _is_shape(shape: object) -> bool:
-    return isinstance(shape, list) and len(shape) <= MAX_DIMENSIONS and all(type(size) is int and 0 <= size < 2**53 for size in shape)
 
 
 def count_bytes(shards: Iterable[Shard]) -> int:
@@ -158,7 +153,7 @@ def count_bytes(shards: Iterable[Shard]) -> int:
             bits = ITEM_BITS.get(tensor.dtype)
             if bits is None:
                 raise RefusedError(f"tensor {tensor.name}: type {quote_value(tensor.dtype)} is no type of safetensors.")
-            if not _is_shape(tensor.shape):
+            if not is_shape(tensor.shape):
                 raise RefusedError(f"tensor {tensor.name}: shape {quote_value(tensor.shape)} is not a list of sizes.")
             total += math.prod(tensor.shape) * bits // 8
     return total

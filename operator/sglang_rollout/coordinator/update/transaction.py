@@ -193,6 +193,9 @@ def _is_upload(update: OpenUpdate) -> bool:
 async def begin(fleet: Fleet, ask: Begin) -> Answer:
     """Open a session on every member of the open process groups. These engines are dirty until a complete update."""
     failed = await open_sessions(fleet, live_members(fleet), ask.body, trainer_session=True)
+    if failed is None:
+        update = fleet.require_update()
+        update.label = ask.label or update.label
     return failed or Answer(200, "Success", {**fleet.advice(), "version": str(fleet.target())})
 
 

@@ -15,7 +15,6 @@ from functools import lru_cache
 from sglang_rollout.wire.record import EngineChecksums, OnDisk
 from sglang_rollout.wire.states import StagedVersion, Version
 
-MAX_LABEL_CHARACTERS = 256
 HIGHEST_STEP = 10**15
 """Above this a number is taken for a name (a hash, nanoseconds): the fleet then counts the step."""
 

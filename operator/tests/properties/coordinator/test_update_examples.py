@@ -291,3 +291,13 @@ def test_a_new_run_on_demand() -> None:
     world.sync_all()
     assert push(world, "8") == Version(run=2, step=8, label="8"), "8 follows 7, and yet it is another run"
     assert push(world, "9") == Version(run=2, step=9, label="9")
+
+
+def test_a_session_begins_with_the_label_of_its_version() -> None:
+    world = World([1, 1])
+    world.sync_all()
+    assert world.do(rq.OpenGroup(group_body(world, "g"))).success
+    assert world.do(rq.Begin(label="7")).fleet["version"] == "1/7"
+    for request in (rq.Update("g", None, {"names": ["w"]}), rq.End()):
+        assert world.do(request).success
+    assert str(world.machine.fleet.committed) == "1/7"

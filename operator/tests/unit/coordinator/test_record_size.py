@@ -14,8 +14,9 @@ from sglang_rollout.coordinator.update.outcome import summarize_update
 from sglang_rollout.coordinator.update.phases import Update
 from sglang_rollout.coordinator.update.process_groups import MAX_GROUPS
 from sglang_rollout.coordinator.update.ranks import MAX_GROUP_NAME_CHARACTERS, Group
-from sglang_rollout.coordinator.update.versions import MAX_LABEL_CHARACTERS, AnnouncedTensors, Committed
+from sglang_rollout.coordinator.update.versions import AnnouncedTensors, Committed
 from sglang_rollout.wire.agent import AgentStatus
+from sglang_rollout.wire.arguments import MAX_LABEL_CHARACTERS
 from sglang_rollout.wire.reasons import GateReason
 from sglang_rollout.wire.record import (
     MAX_RECENT_UPDATES,
