@@ -20,7 +20,7 @@ from e2e.child import start_child
 from e2e.cluster.paths import REPOSITORY
 from e2e.engine import environment, start_engine
 
-from sglang_rollout.plugin.install import LOADER, install_plugin
+from sglang_rollout.plugin.install import LOADER
 
 START_SECONDS = 120.0
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
@@ -73,13 +73,6 @@ def real_engines(
         for engine in engines:
             engine.wait()
         yield [engine.url for engine in engines]
-
-
-@contextmanager
-def loader_path() -> Iterator[str]:
-    """Install the loader of staged versions, and yield the ``PYTHONPATH`` with which real engines find it."""
-    with TemporaryDirectory(prefix="rollout-loader-") as folder:
-        yield os.pathsep.join([str(install_plugin(Path(folder))), environment.environment_variables()["PYTHONPATH"]])
 
 
 @contextmanager

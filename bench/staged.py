@@ -38,7 +38,7 @@ from typing import Any
 
 from bench import staged_delta, staged_fanout, staged_memory, staged_rejoin, staged_tokens
 from bench.common import RESULTS, machine, save
-from bench.fleets import LOADER_ARGS, LocalFleet, engine_parts, engine_python, loader_path, local_fleet, real_engines
+from bench.fleets import LOADER_ARGS, LocalFleet, engine_parts, engine_python, local_fleet, real_engines
 from bench.push import LARGE, listed, medians, quartiles
 from e2e.engine import environment
 
@@ -72,9 +72,8 @@ def two_fleets(number: int, model: Path, *, paused_sleep: bool) -> Iterator[tupl
     """Run real engines behind two fleets, and yield the one with transport Distributed and the one with transport Staged."""
     patches = {"SGLANG_CPU_PATCHES": "paused-sleep" if paused_sleep else ""}
     with ExitStack() as stack:
-        path = stack.enter_context(loader_path())
         plain = stack.enter_context(real_engines(number, model=model, env=patches))
-        loading = stack.enter_context(real_engines(number, model=model, args=LOADER_ARGS, env=patches | {"PYTHONPATH": path}))
+        loading = stack.enter_context(real_engines(number, model=model, args=LOADER_ARGS, env=patches))
         first = stack.enter_context(local_fleet(plain))
         yield first, stack.enter_context(local_fleet(loading, size_limit=SIZE_LIMIT))
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import aiohttp
 from bench.common import cpu_seconds
-from bench.fleets import LOADER_ARGS, LocalFleet, loader_path, local_fleet, real_engines
+from bench.fleets import LOADER_ARGS, LocalFleet, local_fleet, real_engines
 from bench.push import medians, quartiles
 from bench.pusher import Pusher, pusher
 
@@ -73,8 +73,7 @@ def measure(*, model: Path, size_limit: str, pairs: int, seconds: float) -> dict
 def staged_fleet(model: Path, size_limit: str, weights: dict[str, Any]) -> Iterator[LocalFleet]:
     """Run real engines behind a fleet with transport Staged."""
     with ExitStack() as stack:
-        path = stack.enter_context(loader_path())
-        engines = stack.enter_context(real_engines(ENGINES, model=model, args=LOADER_ARGS, env={"PYTHONPATH": path}))
+        engines = stack.enter_context(real_engines(ENGINES, model=model, args=LOADER_ARGS))
         yield stack.enter_context(local_fleet(engines, weights=weights, size_limit=size_limit))
 
 

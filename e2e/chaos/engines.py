@@ -18,7 +18,7 @@ from e2e.chaos.tokens import MANY, Expected, stand_in
 from e2e.child import start_child
 from e2e.cluster.paths import REPOSITORY
 from e2e.engine import Engine, environment, make_engine
-from sglang_rollout.plugin.install import LOADER, install_plugin
+from sglang_rollout.plugin.install import LOADER
 
 STAND_INS, REAL = 3, 2
 """Number of engines. Two cores have room for two real engines."""
@@ -153,11 +153,7 @@ class RealEngines(Engines):
 
     def make(self, index: int) -> Engine:
         """Return an engine that is not started yet."""
-        engine = make_engine(self.ports[index] + 10, args=self.loader_options, log=self.folder / f"engine-{index}.log")
-        if self.staged:
-            path = os.pathsep.join([str(install_plugin(self.folder / STATE)), engine.environment["PYTHONPATH"]])
-            engine.environment = engine.environment | {"PYTHONPATH": path}
-        return engine
+        return make_engine(self.ports[index] + 10, args=self.loader_options, log=self.folder / f"engine-{index}.log")
 
     def expected(self, label: str, digest: str) -> Expected:
         """Return the tokens that plain transformers generate with the same weights."""

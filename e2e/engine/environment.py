@@ -16,6 +16,9 @@ from pathlib import Path
 
 from e2e.cluster.paths import IMAGES, REPOSITORY, cache_root, content_key
 from e2e.cluster.say import LabError, say, step
+from sglang_rollout.plugin import install
+from sglang_rollout.plugin.install import install_plugin, reports_folder
+from sglang_rollout.plugin.settings import SETTINGS_VARIABLE, dump_settings
 
 STAND_INS = IMAGES / "engine-cpu" / "stand-ins"
 _TRIM = IMAGES / "engine-cpu" / "trim.py"
@@ -32,9 +35,11 @@ SEVERAL_RANKS = {"SGLANG_NCCL_SO_PATH": "/nonexistent/libnccl.so"}
 
 
 def environment_variables(*, old: bool = False) -> dict[str, str]:
-    """Return this process's environment with the variables that SGLang needs on a CPU. ``old``: for the oldest release."""
-    path = os.pathsep.join(filter(None, [str(old_release()) if old else "", str(STAND_INS), os.environ.get("PYTHONPATH", "")]))
+    """Return the environment of an SGLang server on a CPU, with the plug-in. ``old``: for the oldest release."""
+    folders = [str(_plugin_folder()), str(old_release()) if old else "", str(STAND_INS), os.environ.get("PYTHONPATH", "")]
+    path = os.pathsep.join(filter(None, folders))
     return os.environ | {
+        SETTINGS_VARIABLE: os.environ.get(SETTINGS_VARIABLE) or dump_settings(reports=str(reports_folder(os.environ))),
         "SGLANG_USE_CPU_ENGINE": "1",
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
         "OMP_NUM_THREADS": "1",  # 13 times faster than the default when several engines share two cores
@@ -44,6 +49,16 @@ def environment_variables(*, old: bool = False) -> dict[str, str]:
         "NO_PROXY": "*",
         "no_proxy": "*",
     }
+
+
+def _plugin_folder() -> Path:
+    """Return a folder with this checkout's plug-in, for ``PYTHONPATH``."""
+    code = Path(install.__file__).parent
+    folder = cache_root() / "plugin" / content_key(sorted(code.glob("*.py")))
+    if not folder.exists():
+        with _only_one(folder):
+            install_plugin(folder)
+    return folder
 
 
 def _run(command: Sequence[str], what: str, env: dict[str, str] | None = None) -> str:

@@ -39,6 +39,9 @@ SUBCOMMANDS = {
     "plan": Subcommand(
         "sglang_rollout.controller.preview:plan_command", "operator", "Print the steps that the operator would take for an SGLangRollout."
     ),
+    "plugin": Subcommand(
+        "sglang_rollout.local.plugin:command", "coordinator", "Install the plug-in for SGLang servers of this machine, for local."
+    ),
     "proxy": Subcommand("sglang_rollout.proxy.cli:command", "coordinator", "Run a proxy: gate or front (haproxy), or smg.", part=True),
     "render": Subcommand(
         "sglang_rollout.controller.preview:render_command",

@@ -45,6 +45,7 @@ class Agent:
         gate: Client of the gate.
         record_file: File of the persisted state.
         tensor_size: Tensor parallel size that the fleet expects; None accepts every size.
+        requires_plugin: True if the gate opens only while the plug-in inside SGLang has proved that it is active.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Agent:
         gate: Gate,
         record_file: RecordFile,
         tensor_size: int | None = None,
+        requires_plugin: bool = False,
     ) -> None:
         self.name = name
         self.engine = engine
@@ -64,7 +66,7 @@ class Agent:
         record, warning = record_file.load()
         if warning:
             log.warning("%s", warning)
-        self.state = ev.restore_state(record, is_readable=not warning)
+        self.state = ev.restore_state(record, is_readable=not warning, requires_plugin=requires_plugin)
         self.running: asyncio.Task[Reply] | None = None
         """The last control call; the engine may have answered it."""
         self.running_since = 0.0

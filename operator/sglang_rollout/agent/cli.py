@@ -25,6 +25,7 @@ from sglang_rollout.agent.engine import Engine, RunFiles, StartBarrier
 from sglang_rollout.agent.gate import Gate
 from sglang_rollout.agent.launch.head_pod import HeadPod
 from sglang_rollout.agent.launch.member_pod import MemberPod, member_app
+from sglang_rollout.agent.plugin import MemberPluginWatch, PluginReports, PluginWatch
 from sglang_rollout.agent.record import RecordFile
 from sglang_rollout.agent.staged.member_service import StagedMember, run_staged_member
 from sglang_rollout.agent.staged.service import StagedService, run_staged_service
@@ -33,6 +34,7 @@ from sglang_rollout.agent.watchdog import HangWatch, SpecStateWatch, watch_drain
 from sglang_rollout.credentials import Credentials
 from sglang_rollout.internal.options import read_token_file
 from sglang_rollout.logs import configure_logging, logging_options
+from sglang_rollout.plugin.install import install_plugin
 from sglang_rollout.proxy.address import Address, Endpoint
 from sglang_rollout.proxy.cli import ADDRESS, ENDPOINT
 from sglang_rollout.proxy.listen import listen as listen_at
@@ -84,6 +86,9 @@ class Settings:
     takes_tensors: bool = False
     staging_volume: Path | None = None
     verdicts_dir: Path | None = None
+    plugin_dir: Path | None = None
+    reports_dir: Path | None = None
+    plugin_optional: bool = False
     data_listen: Endpoint | None = None
     pipeline_size: int = 1
     data_size: int = 1
@@ -140,13 +145,24 @@ class Settings:
 @click.option(
     "--staging-volume",
     type=click.Path(path_type=Path),
-    help="For transport Staged: folder for versions, which the engine reads at the same path. Its folder 'loader' has the engine's loader.",
+    help="For transport Staged: folder for versions, which the engine reads at the same path.",
 )
 @click.option(
     "--verdicts-dir",
     type=click.Path(path_type=Path),
     help="With --staging-volume: folder in which the engine's loader says what it did, at the same path. Agent and engine write to it.",
 )
+@click.option(
+    "--plugin-dir",
+    type=click.Path(path_type=Path),
+    help="Folder into which the agent writes the plug-in at its start, for the engine's PYTHONPATH.",
+)
+@click.option(
+    "--reports-dir",
+    type=click.Path(path_type=Path),
+    help="Folder in which the plug-in inside SGLang reports, at the same path. Without it, nothing is required of the plug-in.",
+)
+@click.option("--plugin-optional", is_flag=True, help="With --reports-dir: let an engine serve without the plug-in.")
 @click.option(
     "--data-listen",
     type=ENDPOINT,
@@ -197,12 +213,22 @@ def command(
         _check_fleet_url(settings.fleet_url)
     if settings.staging_volume is not None and (settings.verdicts_dir is None or not isinstance(settings.data_listen, Address)):
         raise click.UsageError("--staging-volume needs --verdicts-dir, and --data-listen with a TCP address")
+    if settings.plugin_dir is not None:
+        _install_plugin(settings.plugin_dir)
     try:
         uvloop.run(run_member_pod(settings, place) if place is not None and place.rank else run(settings))
     except OSError as error:
         raise click.ClickException(f"the agent cannot listen on {listen}: {error.strerror or error}") from None
     except StagedError as error:
         raise click.ClickException(f"the agent cannot use --staging-volume: {error}") from None
+
+
+def _install_plugin(folder: Path) -> None:
+    """Write the plug-in before the agent answers, because the kubelet starts the engine then."""
+    try:
+        install_plugin(folder)
+    except OSError as error:
+        raise click.ClickException(f"the agent cannot write the plug-in into {folder}: {error.strerror or error}") from None
 
 
 def _check_fleet_url(url: str) -> None:
@@ -240,6 +266,7 @@ async def run(settings: Settings) -> None:
             gate=Gate(settings.gate_socket),
             record_file=record_file,
             tensor_size=settings.tensor_size,
+            requires_plugin=settings.reports_dir is not None and not settings.plugin_optional,
         )
         head_pod = None
         if place is not None:
@@ -266,6 +293,7 @@ async def run(settings: Settings) -> None:
             *_watches(agent, fence, files, head_pod, staged),
             _follow_gate(agent),
             _trust_record(agent),
+            *_watch_plugin(agent, settings.reports_dir, head_pod),
         ]
         await _serve(app, settings.listen, work, f"Agent of {name} at {settings.listen}, engine {url}.")
 
@@ -289,6 +317,23 @@ def _watches(
         is_other_pod_draining = head_pod.is_other_pod_draining if head_pod is not None else _never
         yield _repeat(_INTERVAL, "watching for a drain", lambda: watch_drain(agent, files, is_other_pod_draining))
         yield _repeat(_INTERVAL, "watching for a hang", HangWatch(agent, files.kill).watch)
+
+
+def _watch_plugin(agent: Agent, reports_dir: Path | None, head_pod: HeadPod | None) -> Iterator[Coroutine[Any, Any, None]]:
+    """Yield the loop that reads the reports of the plug-in; none without a folder of reports."""
+    if reports_dir is not None:
+        elsewhere = head_pod.count_proved_schedulers if head_pod is not None else _none_elsewhere
+        yield _repeat(_INTERVAL, "reading the plug-in's reports", PluginWatch(agent, PluginReports(reports_dir), elsewhere).watch)
+
+
+def _none_elsewhere() -> int:
+    return 0
+
+
+def _watch_member_plugin(member: MemberPod, reports_dir: Path | None) -> Iterator[Coroutine[Any, Any, None]]:
+    """Yield the loop that reads the reports of the plug-in in a member pod; none without a folder of reports."""
+    if reports_dir is not None:
+        yield _repeat(_INTERVAL, "reading the plug-in's reports", MemberPluginWatch(member, PluginReports(reports_dir)).watch)
 
 
 def _run_staged(settings: Settings, agent: Agent, head_pod: HeadPod | None) -> AbstractAsyncContextManager[StagedService | None]:
@@ -344,6 +389,7 @@ async def run_member_pod(settings: Settings, place: Place) -> None:
             _repeat(_INTERVAL, "polling SGLang", member.observe),
             _repeat(_INTERVAL, "reporting to pod 0", member.report),
             _repeat(_RESOLVE_INTERVAL, "resolving the name of pod 0", member.resolve),
+            *_watch_member_plugin(member, settings.reports_dir),
         ]
         routes: list[web.RouteDef] = []
         if staged is not None and settings.data_listen is not None:

@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TypeAlias, assert_never
 
-from sglang_rollout.agent.state import UNKNOWN_PATH, Activation, EngineFacts, EngineRecord, State, gate_may_open
+from sglang_rollout.agent.state import (
+    UNKNOWN_PATH,
+    Activation,
+    EngineFacts,
+    EngineRecord,
+    PluginProof,
+    State,
+    gate_may_open,
+)
 from sglang_rollout.sglang.api import ControlCall, MemoryTag
 from sglang_rollout.wire.reasons import GateReason, Refusal
 from sglang_rollout.wire.states import BASE, EngineState, FleetState, StagedVersion, Version
@@ -116,6 +124,15 @@ class UpdateGivenUp:
 
 
 @dataclass(frozen=True, slots=True)
+class PluginChecked:
+    """The reports of the plug-in in the engine process ``boot_id`` were read. Only agents that require the plug-in say so."""
+
+    boot_id: str
+    missing: str
+    """Which part of the proof is missing, as a sentence; empty if the proof is complete."""
+
+
+@dataclass(frozen=True, slots=True)
 class DrainingChanged:
     """The pod is about to stop, or the drained engine has been replaced."""
 
@@ -134,6 +151,7 @@ Event: TypeAlias = (
     | ActivationRefused
     | UpdateAcknowledged
     | UpdateGivenUp
+    | PluginChecked
     | DrainingChanged
 )
 
@@ -153,19 +171,25 @@ class SetGate:
 Effect: TypeAlias = Save | SetGate
 
 
-def restore_state(record: EngineRecord, *, is_readable: bool = True) -> State:
+def restore_state(record: EngineRecord, *, is_readable: bool = True, requires_plugin: bool = False) -> State:
     """Return the initial state of an agent with this record.
 
     A call without an answer counts as failed, and the path of its adapter becomes unknown. A load of a staged version counts as failed,
-    too, because only the agent could continue it. ``is_readable`` is False if a record exists but cannot be read.
+    too, because only the agent could continue it.
+
+    Args:
+        record: The record.
+        is_readable: False if a record exists but cannot be read.
+        requires_plugin: True if the gate stays closed until the plug-in has proved that it is active.
     """
+    plugin = PluginProof() if requires_plugin else None
     if not is_readable:
-        return State(record=record.model_copy(update={"unreadable": True}))
+        return State(record=record.model_copy(update={"unreadable": True}), plugin=plugin)
     if not record.pending and record.activation is None:
-        return State(record=record)
+        return State(record=record, plugin=plugin)
     unknown = {record.pending_adapter: UNKNOWN_PATH} if record.pending_adapter else {}
     changes = {"pending": "", "pending_adapter": "", "failed": record.state is EngineState.DIRTY}
-    return State(record=record.model_copy(update={**changes, "adapters": {**record.adapters, **unknown}}))
+    return State(record=record.model_copy(update={**changes, "adapters": {**record.adapters, **unknown}}), plugin=plugin)
 
 
 def step(state: State, event: Event) -> tuple[State, list[Effect]]:
@@ -184,7 +208,7 @@ def step(state: State, event: Event) -> tuple[State, list[Effect]]:
     return new, effects
 
 
-def _apply(state: State, event: Event) -> State:  # noqa: PLR0911 - one line per event
+def _apply(state: State, event: Event) -> State:  # noqa: PLR0911, PLR0912 - one line per event
     match event:
         case EngineDown(message, code):
             return replace(state, up=False, down=Refusal(code, message))
@@ -207,6 +231,9 @@ def _apply(state: State, event: Event) -> State:  # noqa: PLR0911 - one line per
             return replace(_change(state, **clean, received=0, failed=False, unverified=False), calls=state.calls + 1)
         case UpdateGivenUp():
             return _fail_update(_change(state, activation=None))
+        case PluginChecked(boot_id, missing):
+            known = state.plugin is not None and boot_id == state.record.boot_id and missing != state.plugin.missing
+            return replace(state, plugin=PluginProof(missing)) if known else state
         case DrainingChanged(draining):
             return replace(state, draining=draining)
         case _:
@@ -249,7 +276,7 @@ def _apply_facts(state: State, facts: EngineFacts) -> State:
         served_name=facts.served_name,
         written=record.unreadable,
     )
-    return replace(state, record=record, up=True, facts=facts)
+    return replace(state, record=record, up=True, facts=facts, plugin=None if state.plugin is None else PluginProof())
 
 
 def _apply_label(state: State, label: str) -> State:

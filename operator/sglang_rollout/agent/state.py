@@ -103,6 +103,14 @@ class EngineFacts:
     """The engine speculates with a draft model whose weights are not in the model's checkpoint."""
 
 
+@dataclass(frozen=True, slots=True)
+class PluginProof:
+    """Whether the plug-in is active in all processes of the known engine process."""
+
+    missing: str | None = None
+    """Which part of the proof is missing, as a sentence; empty if the proof is complete. None: its reports have not been read yet."""
+
+
 _CLOSED_BY_SPEC = {FleetState.PAUSED: GateReason.PAUSED, FleetState.ASLEEP: GateReason.ASLEEP}
 _NOT_ANSWERED = Refusal(GateReason.NOT_UP, "the engine has not answered yet")
 
@@ -123,6 +131,8 @@ class State:
     synced_seq: int = 0
     """Sequence number of that sync."""
     draining: bool = False
+    plugin: PluginProof | None = None
+    """What the plug-in in the known engine process has proved; None if the fleet does not require the plug-in."""
     calls: int = 0
     """Grows when a control call begins and when it ends, so it shows whether a poll is older than the last change."""
     facts: EngineFacts | None = None
@@ -138,6 +148,8 @@ def closed_reason(state: State) -> Refusal | None:  # noqa: PLR0911 - one line p
     record = state.record
     if not state.up:
         return Refusal(state.down.code, f"The engine is not up: {state.down.message}.")
+    if state.plugin is not None and state.plugin.missing != "":
+        return _plugin_refusal(state.facts, state.plugin.missing)
     if record.interruption.released:
         return Refusal(GateReason.RELEASED, f"The engine's memory is released: {', '.join(record.interruption.released)}.")
     if record.state is EngineState.DIRTY:
@@ -159,6 +171,17 @@ def closed_reason(state: State) -> Refusal | None:  # noqa: PLR0911 - one line p
         return Refusal(GateReason.NOT_COMMITTED, f"The engine holds version {record.version}, and version {record.committed} is committed.")
     code = _CLOSED_BY_SPEC.get(record.applied_state)
     return None if code is None else Refusal(code, describe_state(record.applied_state))
+
+
+def _plugin_refusal(facts: EngineFacts | None, missing: str | None) -> Refusal:
+    if missing is None:
+        return Refusal(GateReason.NOT_UP, "The engine has started, and the reports of its plug-in have not been read yet.")
+    release = f"SGLang {facts.sglang_version}" if facts is not None and facts.sglang_version else "the engine"
+    advice = (
+        "Use a release that the project supports, without tokenizer workers, gRPC and the Rust server, or accept the engine without the"
+        " plug-in (engine.plugin: Optional)."
+    )
+    return Refusal(GateReason.PLUGIN_MISSING, f"The plug-in is not active in {release}: {missing} {advice}")
 
 
 def closed_message(state: State) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -21,6 +22,7 @@ from sglang_rollout.api.limits_spec import Limits
 from sglang_rollout.api.network_spec import Cache, Network, Rdma, rules_against_repeated_variables, rules_of_engine_ports
 from sglang_rollout.api.pod_template import Labels
 from sglang_rollout.api.schema import ANY_QUANTITY, QUANTITY, ApiModel, argument, map_list, refuse_flags_like, rule, rules, with_rules
+from sglang_rollout.plugin.settings import RUN_VARIABLE, SETTINGS_VARIABLE
 
 Quantity = Annotated[int | str, Field(json_schema_extra={"x-kubernetes-int-or-string": True, "maxLength": 64, "pattern": ANY_QUANTITY})]
 
@@ -74,8 +76,11 @@ _OWNED_FAMILIES = (
 NODE_RANK_ENV = "SGLANG_ROLLOUT_NODE_RANK"
 """Environment variable with the index of a pod in its engine, for engines with several pods."""
 
-ENGINE_ENV = ("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "SGLANG_RUST_SERVER", NODE_RANK_ENV)
-"""Environment variables that would break health checks, the control API or the ranks of an engine's pods."""
+ENGINE_ENV = (
+    *("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "SGLANG_RUST_SERVER", NODE_RANK_ENV),
+    *(SETTINGS_VARIABLE, RUN_VARIABLE),
+)
+"""Environment variables that would break health checks, the control API, the plug-in or the ranks of an engine's pods."""
 
 _GPUS = "self.parallelism.tensor * self.parallelism.pipeline * self.parallelism.data"
 ONE_POD = f"(!has(self.nodes) || self.nodes == 1) && (self.gpuResource == '' || !has(self.gpusPerPod) || self.gpusPerPod == {_GPUS})"
@@ -140,6 +145,20 @@ class Parallelism(ApiModel):
     attention_data: int = Field(default=1, ge=1, le=64)
     """Data-parallel size of the attention layers (`--attn-dp-size`); must divide `tensor`. For models whose KV cache cannot be split
     by heads (MLA)."""
+
+
+class PluginUse(StrEnum):
+    """Use of the plug-in inside SGLang."""
+
+    REQUIRED = "Required"
+    OPTIONAL = "Optional"
+
+
+class PrefixCache(StrEnum):
+    """Use of cached prefixes by requests of other weight versions."""
+
+    PER_VERSION = "PerVersion"
+    SHARED = "Shared"
 
 
 class EnvVar(ApiModel):
@@ -281,6 +300,13 @@ class Engine(EngineFlags):
     (docs/reference/engine-settings.md). Flags that the operator owns stay refused."""
     limits: Limits = Limits()
     """Largest requests that engines get. Larger requests are refused. A change restarts the router, and the engines one by one."""
+    plugin: PluginUse = PluginUse.REQUIRED
+    """The operator's plug-in inside SGLang checks requests, separates the prefix caches of versions, and lists the checkpoint's tensors.
+    `Required`: an engine serves only after the plug-in has proved that it is active. `Optional`: an engine also serves without it, and then
+    one request can end it, a version can reuse prefixes of older weights, and wrong names in a push are noticed late."""
+    prefix_cache: PrefixCache = PrefixCache.PER_VERSION
+    """`PerVersion`: a request never uses a cached prefix of other weights, also if a flush of the cache was missed. `Shared`: SGLang's
+    own rule, where only flushes separate versions."""
     env: list[EnvVar] = Field(
         default_factory=list,
         max_length=128,

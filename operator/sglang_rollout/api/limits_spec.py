@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Any
 
 from pydantic import Field
 
@@ -60,6 +61,11 @@ class Limits(ApiModel):
     always refused."""
     request_bytes: int = Field(default=128 * _MEGABYTE, ge=1024, le=_LARGEST_BODY)
     """Bytes of the body of one request. A batch of prompts has at most 64 MiB in any case."""
+
+
+def written_limits(limits: Limits) -> dict[str, Any]:
+    """Return the limits that differ from their defaults, as in JSON."""
+    return limits.model_dump(mode="json", by_alias=True, exclude_defaults=True)
 
 
 def limits_options(limits: Limits) -> list[str]:

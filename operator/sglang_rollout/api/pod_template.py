@@ -21,8 +21,12 @@ CACHE_VOLUME = "rollout-cache"
 PRIVATE_VOLUMES = ("rollout-gate", "rollout-agent", "rollout-authority", "control", "tmp")
 """Volumes of the engine pod that only gate and agent mount."""
 STAGED_VOLUME = "rollout-staged"
+PLUGIN_VOLUME = "rollout-plugin"
+REPORTS_VOLUME = "rollout-reports"
 VERDICTS_VOLUME = "rollout-verdicts"
-RESERVED_VOLUMES = ("run", *PRIVATE_VOLUMES, "shm", MODEL_VOLUME, CACHE_VOLUME, STAGED_VOLUME, VERDICTS_VOLUME)
+SHARED_VOLUMES = (STAGED_VOLUME, PLUGIN_VOLUME, REPORTS_VOLUME, VERDICTS_VOLUME)
+"""Volumes that agent and engine share."""
+RESERVED_VOLUMES = ("run", *PRIVATE_VOLUMES, "shm", MODEL_VOLUME, CACHE_VOLUME, *SHARED_VOLUMES)
 """Volumes of the engine pod that belong to the operator."""
 
 SMG_CONTAINER = "smg"

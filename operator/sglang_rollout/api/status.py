@@ -353,6 +353,8 @@ class Reason(StrEnum):
     """The process of an engine ended."""
     CREATE_FAILED = "CreateFailed"
     """Pods cannot be created."""
+    PLUGIN_MISSING = "PluginMissing"
+    """The plug-in has not proved that it is active inside SGLang, and `engine.plugin` is `Required`."""
     RESTART_BUDGET_EXHAUSTED = "RestartBudgetExhausted"
     """An engine of several pods failed to start too often in a row and is not started again."""
     INSUFFICIENT_CAPACITY = "InsufficientCapacity"

@@ -20,14 +20,25 @@ from pathlib import Path
 import aiohttp
 import click
 
+from sglang_rollout.api.engine_spec import PluginUse
 from sglang_rollout.api.limits_spec import Limits
 from sglang_rollout.api.weights_spec import ActivationStrategy, Backend, Transport, Weights
 from sglang_rollout.credentials import CredentialFile
 from sglang_rollout.local.plan import EngineArg, Folders, Plan, count_ports, parse_engine
-from sglang_rollout.local.sizes import Sizes, SizesError, check_loaders, check_sizes, describe_loader, read_sizes, with_reported_sizes
+from sglang_rollout.local.plugin import ADVICE
+from sglang_rollout.local.sizes import (
+    LOADER_OPTION,
+    Sizes,
+    SizesError,
+    check_loaders,
+    check_plugins,
+    check_sizes,
+    read_sizes,
+    with_reported_sizes,
+)
 from sglang_rollout.local.supervisor import Supervisor
 from sglang_rollout.local.weights import parse_weights
-from sglang_rollout.plugin.install import install_plugin
+from sglang_rollout.plugin.install import reports_folder
 from sglang_rollout.proxy.address import Address
 from sglang_rollout.proxy.cli import ADDRESS, NO_HAPROXY, find_haproxy, limits_option, processors_option
 from sglang_rollout.proxy.smg import POLICIES
@@ -130,6 +141,14 @@ class NotReadyError(CannotStartError):
 )
 @limits_option
 @processors_option
+@click.option(
+    "--plugin",
+    type=click.Choice([each.value for each in PluginUse]),
+    default=PluginUse.REQUIRED.value,
+    show_default=True,
+    metavar="|".join(PluginUse),
+    help="spec.engine.plugin: whether an engine serves only while the plug-in of `sglang-rollout plugin` is active in it.",
+)
 @click.option("--tensor-size", type=click.IntRange(1), help="tp=N for engines without tp=N [default: what the server reports].")
 @click.option(
     "--state-dir",
@@ -168,6 +187,7 @@ def command(
     token_file: Path | None,
     limits: Limits,
     custom_logit_processors: bool,
+    plugin: str,
     tensor_size: int | None,
     state_dir: Path | None,
     base_port: int | None,
@@ -191,7 +211,8 @@ def command(
     defaults = {"backend": Backend(backend), "pause_mode": PauseMode(pause_mode), "transport": Transport(transport)}
     limits_of_staging = {"size_limit": staging_size_limit, "bandwidth_limit": staging_bandwidth_limit}
     weights = parse_weights(weights_json, defaults, **limits_of_staging, snapshots=snapshots, activation=activation)
-    found = asyncio.run(_read_sizes(parsed, weights, _install_loader(state_dir) if weights.is_staged else None))
+    reports = reports_folder(os.environ)
+    found = asyncio.run(_read_sizes(parsed, weights, reports, PluginUse(plugin)))
     taken = {listen.port, *(engine.address.port for engine in parsed)}
     plan = Plan(
         listen=listen,
@@ -200,6 +221,8 @@ def command(
         store_python=sys.executable if store_python is None else str(store_python.absolute()),
         policy=policy,
         ports=_choose_ports(count_ports(len(parsed), staged=weights.is_staged), base_port, taken=taken),
+        reports=reports,
+        plugin=PluginUse(plugin),
         token_file=None if token_file is None else str(token_file.absolute()),
         limits=limits,
         custom_logit_processors=custom_logit_processors,
@@ -212,16 +235,6 @@ def command(
     finally:
         if not isinstance(sys.exception(), NotReadyError):  # the error's message names logs in this folder
             shutil.rmtree(runtime, ignore_errors=True)
-
-
-def _install_loader(state_dir: Path | None) -> Path:
-    """Write the loader of staged versions, and return its folder, which must exist before an engine starts."""
-    if state_dir is None:
-        raise click.UsageError("--transport Staged needs --state-dir: engines find the loader there, also after a restart of the fleet")
-    try:
-        return install_plugin(state_dir.absolute())
-    except OSError as error:
-        raise CannotStartError(f"the folder {state_dir} cannot be used: {error}; pass a writable folder with --state-dir") from None
 
 
 async def _run(plan: Plan, folders: Folders, silent: list[EngineArg], start_timeout: float) -> None:
@@ -292,7 +305,11 @@ def _print_summary(plan: Plan, folders: Folders, silent: list[EngineArg]) -> Non
     click.echo(f"  metrics     GET  {plan.metrics.url}{METRICS}; all targets for Prometheus: {folders.targets}")
     click.echo(f"  logs        {folders.logs}")
     if plan.weights.is_staged:
-        click.echo(f"  engines     need {describe_loader(folders.loader)}")
+        click.echo(f"  engines     need the option {LOADER_OPTION}")
+    if plan.plugin is PluginUse.OPTIONAL:
+        click.echo("  plug-in     optional: without it one request can end an engine, and versions can reuse prefixes of older weights")
+    else:
+        click.echo(f"  plug-in     an engine without it does not serve: {ADVICE}")
     for engine in silent:
         size = f"its tensor parallel size must be {engine.tensor_size}" if engine.tensor_size else "the fleet reads its size"
         click.echo(f"  not up yet  {engine.url}: {size} when it is up")
@@ -345,17 +362,19 @@ def _check_engines(engines: tuple[EngineArg, ...]) -> None:
             raise CannotStartError(f"the host of engine {engine.url} cannot be resolved: {error.strerror}") from None
 
 
-async def _read_sizes(engines: tuple[EngineArg, ...], weights: Weights, loader: Path | None) -> dict[EngineArg, Sizes]:
-    """Return what the engines that answer report. Agents check the sizes of the others later.
+async def _read_sizes(engines: tuple[EngineArg, ...], weights: Weights, reports: Path, plugin: PluginUse) -> dict[EngineArg, Sizes]:
+    """Return what the engines that answer report. Agents check the others later.
 
     Raises:
         CannotStartError: An engine cannot be part of this fleet.
     """
     try:
-        found = await read_sizes(engines)
+        found = await read_sizes(engines, reports)
         check_sizes(found, weights)
-        if loader is not None:
-            check_loaders(found, loader)
+        if weights.is_staged:
+            check_loaders(found)
+        if plugin is PluginUse.REQUIRED:
+            check_plugins(found)
     except SizesError as error:
         raise CannotStartError(str(error)) from None
     return found

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+from sglang_rollout.api.engine_spec import PluginUse
 from sglang_rollout.api.intent import Intent, WantedEngine, WantedStore
 from sglang_rollout.api.limits_spec import Limits, gate_options, limits_options
 from sglang_rollout.api.weights_spec import Weights
-from sglang_rollout.plugin.install import PLUGIN_FOLDER
 from sglang_rollout.proxy.address import Address
 from sglang_rollout.wire import ports as wire
 
@@ -112,11 +112,6 @@ class Folders:
         return self.state / "verdicts" / engine
 
     @property
-    def loader(self) -> Path:
-        """Folder with the loader of staged versions: the ``PYTHONPATH`` of the engines."""
-        return self.state / PLUGIN_FOLDER
-
-    @property
     def intent(self) -> Path:
         """File with the intent, which the operator writes in Kubernetes."""
         return self.state / "intent.json"
@@ -145,6 +140,10 @@ class Plan:
     limits: Limits = field(default_factory=Limits)
     custom_logit_processors: bool = False
     """True if the engines run code from requests (``--enable-custom-logit-processor``)."""
+    reports: Path = Path()
+    """Folder in which the plug-in inside the engines reports."""
+    plugin: PluginUse = PluginUse.REQUIRED
+    """Whether an engine serves only while its plug-in is active."""
     token_file: str | None = None
     """File with the token that callers from other machines send; None: only this machine may control the fleet."""
     store_python: str = sys.executable
@@ -171,8 +170,9 @@ class Plan:
         gate_arguments = gate_options(self.limits, custom_logit_processors=self.custom_logit_processors)
         limits, store = limits_options(self.limits), self._store_addresses()
         children: list[Child] = []
+        plugin = ("--reports-dir", str(self.reports), *(("--plugin-optional",) if self.plugin is PluginUse.OPTIONAL else ()))
         for each in self._engine_addresses():
-            children += _engine_children(each, folders, gate_arguments, self._bandwidth_options())
+            children += _engine_children(each, folders, gate_arguments, plugin, self._bandwidth_options())
         children += self._store_children(folders)
         smg_line = ("proxy", "smg", "--listen", str(smg), "--metrics-listen", str(smg_metrics), "--policy", self.policy)
         # smg serves for 5 s after SIGTERM, but no request reaches it, because the front is stopped first.
@@ -295,7 +295,11 @@ def parse_engine(text: str, default_tensor_size: int | None = None) -> EngineArg
 
 
 def _engine_children(
-    addresses: _EngineAddresses, folders: Folders, gate_arguments: list[str], staging_arguments: tuple[str, ...]
+    addresses: _EngineAddresses,
+    folders: Folders,
+    gate_arguments: list[str],
+    plugin_arguments: tuple[str, ...],
+    staging_arguments: tuple[str, ...],
 ) -> list[Child]:
     name, engine, gate, agent, metrics, data = addresses
     socket = str(folders.runtime / name / "gate.sock")
@@ -307,6 +311,7 @@ def _engine_children(
         *("agent", "--name", name, "--engine-url", engine.url, "--listen", str(agent), "--gate-socket", socket),
         *("--state-dir", str(folders.state / name), "--token-file", str(folders.credential(name))),
         *(("--tensor-size", str(engine.tensor_size)) if engine.tensor_size is not None else ()),
+        *plugin_arguments,
         *((*_staging_options(name, engine, data, folders), *staging_arguments) if data is not None else ()),
     )
     return [Child(f"{name}-gate", (*_PROGRAM, *gate_line)), Child(f"{name}-agent", (*_PROGRAM, *agent_line))]

@@ -9,14 +9,19 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 
 from sglang_rollout.api.weights_spec import Transport, Weights
 from sglang_rollout.local.plan import EngineArg
+from sglang_rollout.local.plugin import ADVICE
 from sglang_rollout.plugin.install import LOADER
-from sglang_rollout.sglang.sizes import loads_folders, read_replicas, read_size
+from sglang_rollout.plugin.reports import Reports, find_run, read_reports
+from sglang_rollout.sglang.sizes import count_schedulers, loads_folders, read_replicas, read_size
 
+LOADER_OPTION = f"--custom-weight-loader {LOADER}"
+"""Option with which an engine of transport Staged must be started."""
 _TIMEOUT_SECONDS = 5.0
 """An engine answers at once, unless its scheduler is busy. A busy engine is treated like an engine that is not up."""
 _NO_SGLANG = "does not answer /server_info as an SGLang server does: name the address of an SGLang server, 0.5.20 or newer"
@@ -36,16 +41,22 @@ class Sizes:
     """Replicas of the model in one engine, not the width of attention data parallelism."""
     loaders: tuple[str, ...] = ()
     """Functions of ``--custom-weight-loader``."""
+    unproved: str = ""
+    """Which part of the plug-in's proof is missing, as a sentence; empty if the plug-in is active."""
 
 
-async def read_sizes(engines: Sequence[EngineArg]) -> dict[EngineArg, Sizes]:
+async def read_sizes(engines: Sequence[EngineArg], reports: Path) -> dict[EngineArg, Sizes]:
     """Return the sizes of the engines that answer now. All engines are called at once.
+
+    Args:
+        engines: The engines.
+        reports: Folder in which the plug-in reports.
 
     Raises:
         SizesError: A server is not SGLang, is too old, or needs an API key.
     """
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_TIMEOUT_SECONDS)) as http:
-        found = await asyncio.gather(*(_read_engine_sizes(http, engine) for engine in engines))
+        found = await asyncio.gather(*(_read_engine_sizes(http, engine, reports) for engine in engines))
     return {engine: sizes for engine, sizes in zip(engines, found, strict=True) if sizes is not None}
 
 
@@ -72,12 +83,22 @@ def check_sizes(sizes: Mapping[EngineArg, Sizes], weights: Weights) -> None:
                 )
 
 
-def check_loaders(sizes: Mapping[EngineArg, Sizes], folder: Path) -> None:
-    """Check that engines can load staged versions.
+def check_plugins(sizes: Mapping[EngineArg, Sizes]) -> None:
+    """Check that the plug-in is active in the engines.
 
-    Args:
-        sizes: What the engines report.
-        folder: Folder with the loader.
+    Raises:
+        SizesError: An engine was started without the plug-in.
+    """
+    for engine, found in sizes.items():
+        if found.unproved:
+            raise SizesError(
+                f"engine {engine.url} runs without the plug-in, so that one request could end it: {found.unproved} {ADVICE.capitalize()};"
+                " or accept it with --plugin Optional"
+            )
+
+
+def check_loaders(sizes: Mapping[EngineArg, Sizes]) -> None:
+    """Check that engines can load staged versions.
 
     Raises:
         SizesError: An engine that needs the loader was started without it.
@@ -85,13 +106,8 @@ def check_loaders(sizes: Mapping[EngineArg, Sizes], folder: Path) -> None:
     for engine, found in sizes.items():
         if LOADER not in found.loaders and not loads_folders(found.data):
             raise SizesError(
-                f"engine {engine.url} was started without the loader of staged versions: start it with {describe_loader(folder)}"
+                f"engine {engine.url} was started without the loader of staged versions: {ADVICE}, with the option {LOADER_OPTION}"
             )
-
-
-def describe_loader(folder: Path) -> str:
-    """Return the variable and the option with which an engine of transport Staged must be started."""
-    return f"the variable PYTHONPATH={folder} and the option --custom-weight-loader {LOADER}"
 
 
 def with_reported_sizes(engines: Sequence[EngineArg], sizes: Mapping[EngineArg, Sizes]) -> tuple[EngineArg, ...]:
@@ -100,7 +116,7 @@ def with_reported_sizes(engines: Sequence[EngineArg], sizes: Mapping[EngineArg, 
     return tuple(known.get(engine, engine) for engine in engines)
 
 
-async def _read_engine_sizes(http: aiohttp.ClientSession, engine: EngineArg) -> Sizes | None:
+async def _read_engine_sizes(http: aiohttp.ClientSession, engine: EngineArg, reports: Path) -> Sizes | None:
     try:
         async with http.get(f"{engine.url}/server_info") as answer:
             if answer.status in (401, 403):
@@ -119,4 +135,12 @@ async def _read_engine_sizes(http: aiohttp.ClientSession, engine: EngineArg) -> 
         raise SizesError(f"{engine.url} {_NO_SGLANG}")
     loaders = info.get("custom_weight_loader")
     names = tuple(map(str, loaders)) if isinstance(loaders, list) else ()
-    return Sizes(read_size(info, "tp_size") or 1, read_size(info, "pp_size") or 1, read_replicas(info), names)
+    unproved = await asyncio.to_thread(_find_unproved, reports, info)
+    return Sizes(read_size(info, "tp_size") or 1, read_size(info, "pp_size") or 1, read_replicas(info), names, unproved)
+
+
+def _find_unproved(reports: Path, info: Mapping[str, Any]) -> str:
+    """Return which part of the plug-in's proof is missing, as a sentence; empty if none. Blocks."""
+    run = find_run(reports, port=read_size(info, "port") or 0, seed=read_size(info, "random_seed") or 0)
+    found = read_reports(reports, run) if run is not None else Reports()
+    return found.missing(count_schedulers(info)) or ""

@@ -12,6 +12,7 @@ A file that ``register`` wrote would prove too little: SGLang serves without a h
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import stat
@@ -168,6 +169,21 @@ def read_reports(folder: Path, run: str) -> Reports:
             problems.append(f"A report of the plug-in cannot be used: {error}.")
     labels = {process_label(one.dp, one.pp, one.tp): one for one in schedulers}
     return Reports(requests, tuple(labels[label] for label in sorted(labels)), tuple(problems), place)
+
+
+def find_run(folder: Path, *, port: int, seed: int) -> str | None:
+    """Return the newest run of the engine with this port and seed, where no start script gave the run its ID; None if there is none."""
+    found: dict[int, str] = {}
+    try:
+        with os.scandir(folder) as entries:
+            runs = {entry.name: entry.stat(follow_symlinks=False).st_mtime_ns for entry in itertools.islice(entries, _MOST_FILES)}
+    except OSError:
+        return None
+    for name, changed in runs.items():
+        requests = read_reports(folder, name).requests
+        if requests is not None and (requests.port, requests.seed) == (port, seed):
+            found[changed] = name
+    return found[max(found)] if found else None
 
 
 def _list(folder: Path) -> list[str]:

@@ -20,6 +20,11 @@ def read_replicas(info: Mapping[str, Any]) -> int:
     return 1 if info.get("enable_dp_attention") else read_size(info, "dp_size") or 1
 
 
+def count_schedulers(info: Mapping[str, Any]) -> int:
+    """Return the number of scheduler processes of an engine, in all its pods."""
+    return (read_size(info, "tp_size") or 1) * (read_size(info, "pp_size") or 1) * read_replicas(info)
+
+
 def loads_folders(replicas: int) -> bool:
     """Return whether an engine loads staged versions as folders: SGLang gives our loader, like all tensors, to a single replica only."""
     return replicas > 1

@@ -11,6 +11,8 @@ from typing import Any
 
 import click
 
+from sglang_rollout.plugin.install import reports_folder
+from sglang_rollout.plugin.settings import SETTINGS_VARIABLE, dump_settings
 from sglang_rollout.testing.engine import StandInFleet
 from sglang_rollout.testing.faults import Fault, append_to_file
 from sglang_rollout.testing.updates import load_groups
@@ -30,11 +32,13 @@ from sglang_rollout.testing.updates import load_groups
 @click.option("--token-ms", type=click.FloatRange(0), default=0.0, show_default=True, help="Milliseconds per generated token.")
 @click.option("--lora", is_flag=True, help="Accept adapters, as with --enable-lora.")
 @click.option("--memory-saver", is_flag=True, help="Lose released weights, as with SGLang's --enable-memory-saver.")
+@click.option("--no-plugin", "plugin", is_flag=True, flag_value=False, default=True, help="Imitate SGLang without the plug-in.")
 @click.option("--weights-backup", is_flag=True, help="With --memory-saver: restore released weights, as with --enable-weights-cpu-backup.")
 @click.option("--fault", "faults", multiple=True, metavar="KIND:PHASE[:TIMES]", help="Fault that every engine starts with; repeatable.")
 @click.option("--hits", type=click.Path(path_type=Path), help="File that gets a line of JSON for each fault that hits.")
 def command(*, port: int, engines: int, old: bool, token_ms: float, faults: tuple[str, ...], hits: Path | None, **options: Any) -> None:
     """Run stand-in engines until SIGTERM. With a single engine, the process kills itself with SIGKILL where SGLang would die."""
+    os.environ.setdefault(SETTINGS_VARIABLE, dump_settings(reports=str(reports_folder(os.environ))))
     # Copying a few tensors needs no pool of threads per process; torch reads this when it is imported.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with suppress(ModuleNotFoundError):  # without torch, only process groups do not work

@@ -104,6 +104,8 @@ class Setup:
     """Released memory loses its contents, as with --enable-memory-saver. Without it a release changes nothing, as in SGLang."""
     lora: bool = False
     """Adapters can be loaded."""
+    plugin: bool = True
+    """The plug-in is active: the stand-in writes its reports, if the environment names a folder for them."""
     weights_backup: bool = False
     """Restored weights are unchanged, as with --enable-weights-cpu-backup."""
 

@@ -18,6 +18,7 @@ from aiohttp import web
 from sglang_rollout.testing.app import App, add_control
 from sglang_rollout.testing.boot import Boot, Setup
 from sglang_rollout.testing.faults import Faults, Hit
+from sglang_rollout.testing.plugin import report_plugin
 from sglang_rollout.testing.policy import VOCABULARY, Held, default_state, held_from, read_folder
 
 T = TypeVar("T")
@@ -48,6 +49,7 @@ class StandIn:
         lora: True to accept adapters.
         memory_saver: True to lose released weights, unless ``weights_backup`` is true.
         weights_backup: True to restore released weights.
+        plugin: False imitates SGLang without the plug-in.
         on_death: Called with the reason when the engine dies where SGLang would. It runs in the engine's event loop, so it must not call
             the engine.
         loop: Event loop that several engines share.
@@ -73,6 +75,7 @@ class StandIn:
         lora: bool = False,
         memory_saver: bool = False,
         weights_backup: bool = False,
+        plugin: bool = True,
         on_death: Callable[[str], None] | None = None,
         loop: Loop | None = None,
     ) -> None:
@@ -93,6 +96,7 @@ class StandIn:
             lora=lora,
             memory_saver=memory_saver,
             weights_backup=weights_backup,
+            plugin=plugin,
         )
         self.host, self.port = host, port
         self.faults = Faults()
@@ -186,6 +190,7 @@ class StandIn:
             await runner.cleanup()
             raise
         self.port = boot.port = runner.addresses[0][1]
+        report_plugin(boot)
         self._boot, self._runner = boot, runner
 
     async def _kill(self) -> None:

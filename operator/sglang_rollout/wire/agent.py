@@ -227,6 +227,8 @@ class MemberReport(Message):
     """SGLang's part in this pod has finished loading."""
     draining: bool = False
     """The pod is about to stop."""
+    schedulers: int = 0
+    """Number of schedulers in the pod in which the plug-in has proved that it is active."""
     staged: list[StagedCopy] = Field(default_factory=list)
     """Versions in the memory of the pod (transport Staged)."""
     data_address: str = ""

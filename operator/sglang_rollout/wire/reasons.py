@@ -27,6 +27,8 @@ class GateReason(StrEnum):
     """An engine of several pods waits until all of its pods can start SGLang together."""
     AGENT_UNREACHABLE = "AgentUnreachable"
     """The coordinator gets no answer from the agent."""
+    PLUGIN_MISSING = "PluginMissing"
+    """The plug-in has not proved that it is active inside SGLang, and the fleet requires it."""
     RELEASED = "Released"
     """Memory of the engine is released."""
     RELEASE_FAILED = "ReleaseFailed"

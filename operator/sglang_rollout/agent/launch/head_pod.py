@@ -74,6 +74,10 @@ class HeadPod:
         is_silent = member is None or time.monotonic() - member.reported_at >= rank_lifecycle.SILENT_AFTER_SECONDS
         return None if is_silent else self._reports.get(rank)
 
+    def count_proved_schedulers(self) -> int:
+        """Return the number of schedulers in member pods in which the plug-in has proved that it is active."""
+        return sum(report.schedulers for report in self._reports.values())
+
     @property
     def committed_copy(self) -> StagedVersion | None:
         """Contents of the committed version; None with another transport, or if the coordinator has not named them."""

@@ -61,6 +61,8 @@ class MemberPod:
         self._unresolved = ""
         """Why the last attempt to resolve the head pod's name failed."""
         self._link = Link()
+        self.proved_schedulers = 0
+        """Number of schedulers in the pod in which the plug-in has proved that it is active."""
         self.list_copies: Callable[[], list[StagedCopy]] = list
         """Return the versions in the memory of the pod."""
         self.data_address: Address | None = None
@@ -78,6 +80,10 @@ class MemberPod:
             return
         self._unresolved = ""
         self._address = Address(str(found[0][4][0]), self.head.port)
+
+    def boot_id(self) -> str | None:
+        """Return the boot ID of the engine's container in this pod; None while it does not run."""
+        return self._barrier.boot_id()
 
     async def observe(self) -> None:
         """Poll SGLang once. On a node without tokenizer SGLang listens only after its schedulers have loaded."""
@@ -98,6 +104,7 @@ class MemberPod:
             released=started,
             up=self.up and started,
             draining=draining,
+            schedulers=self.proved_schedulers,
             staged=self.list_copies(),
             data_address=str(self.data_address or ""),
         )

@@ -18,10 +18,8 @@ from sglang_rollout.agent.staged.stage import Stager, open_session
 from sglang_rollout.agent.staged.verdicts import VerdictFolder
 from sglang_rollout.credentials import Credentials
 from sglang_rollout.internal.requests import Handler, check_token, read_message
-from sglang_rollout.plugin.install import install_plugin
 from sglang_rollout.staging.bandwidth import Bandwidth
 from sglang_rollout.staging.copies import Copies, Copy
-from sglang_rollout.staging.files import Writing
 from sglang_rollout.staging.index import Index
 from sglang_rollout.staging.serve import staging_routes
 from sglang_rollout.wire.ports import MEMBER_ATTEMPT, MEMBER_DROP, MEMBER_STAGE, MEMBER_VERDICTS
@@ -131,7 +129,7 @@ def _with_token(handler: Handler, credentials: Credentials) -> Handler:
 async def run_staged_member(
     *, volume: Path, verdicts: Path, state: Path, bandwidth_limit: int | None = None
 ) -> AsyncIterator[StagedMember]:
-    """Offer transport Staged in a member pod for the length of the block. The loader is installed when the block begins.
+    """Offer transport Staged in a member pod for the length of the block.
 
     Args:
         volume: Folder of the copies, which the engine's container reads.
@@ -142,8 +140,6 @@ async def run_staged_member(
     Raises:
         StagedError: The volume cannot be written.
     """
-    with Writing(volume):
-        install_plugin(volume)
     copies = Copies(volume, state / "staged")
     async with open_session() as session:
         # The head pod names the copies that are being loaded among those to keep.

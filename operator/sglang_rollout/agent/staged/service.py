@@ -22,11 +22,9 @@ from sglang_rollout.agent.staged.verdicts import VerdictFolder
 from sglang_rollout.agent.staged.ways import choose_way
 from sglang_rollout.agent.staged.written import WrittenTensors
 from sglang_rollout.internal.requests import deadline_of, read_message
-from sglang_rollout.plugin.install import install_plugin
 from sglang_rollout.proxy.address import Address
 from sglang_rollout.staging.bandwidth import Bandwidth
 from sglang_rollout.staging.copies import Copies
-from sglang_rollout.staging.files import Writing
 from sglang_rollout.staging.serve import staging_routes
 from sglang_rollout.wire.agent import SyncRequest
 from sglang_rollout.wire.reasons import RefusedError, reason_phrase
@@ -115,7 +113,7 @@ async def run_staged_service(
     data_address: Address | None = None,
     bandwidth_limit: int | None = None,
 ) -> AsyncIterator[StagedService]:
-    """Offer transport Staged for the length of the block. The loader is installed when the block begins.
+    """Offer transport Staged for the length of the block.
 
     Args:
         agent: The agent.
@@ -132,8 +130,6 @@ async def run_staged_service(
     Raises:
         StagedError: The volume cannot be written.
     """
-    with Writing(volume):
-        install_plugin(volume)
     copies, saved = Copies(volume, state / "staged"), SavedVersions(state / "staged" / "versions")
     members = None if head_pod is None or data_address is None else MemberPods(head_pod, copies, data_address)
     agent.takes_copies = True

@@ -22,6 +22,7 @@ _INTERRUPTIONS = frozenset({Reason.UPDATING_WEIGHTS, Reason.TRAINER_LOST, Reason
 _GATE_VERDICTS: Mapping[GateReason, tuple[EnginePhase, Reason]] = {
     GateReason.RESTART_BUDGET_EXHAUSTED: (EnginePhase.FAILED, Reason.RESTART_BUDGET_EXHAUSTED),
     GateReason.CATCHING_UP: (EnginePhase.WAITING, Reason.WAITING_FOR_WEIGHTS),
+    GateReason.PLUGIN_MISSING: (EnginePhase.FAILED, Reason.PLUGIN_MISSING),
 }
 """Phase and reason of an engine whose agent or coordinator gives one of these codes. Other codes do not decide by themselves."""
 _TROUBLE_REASONS = {
@@ -207,7 +208,7 @@ def _judge_gate(fleet: FleetView, engine: EngineView) -> Verdict:
 
 def _judge_interruption(fleet: FleetView, engine: EngineView, row: EngineRow) -> Verdict | None:
     """Return the verdict on an engine that serves again without help; None if it needs weights."""
-    if row.reason is GateReason.CATCHING_UP:
+    if row.reason in (GateReason.CATCHING_UP, GateReason.PLUGIN_MISSING):
         return Verdict(*_GATE_VERDICTS[row.reason], row.message)
     if engine.holds_committed and row.reason in {GateReason.NOT_COMMITTED, GateReason.UPDATE_IN_PROGRESS}:
         # The agent sent this code before it heard of the commit.

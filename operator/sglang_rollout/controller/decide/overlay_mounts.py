@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from sglang_rollout.api.pod_template import ENGINE_CONTAINER, PRIVATE_VOLUMES, ROUTER_VOLUMES, STAGED_VOLUME, VERDICTS_VOLUME
+from sglang_rollout.api.pod_template import ENGINE_CONTAINER, PRIVATE_VOLUMES, ROUTER_VOLUMES, SHARED_VOLUMES
 from sglang_rollout.api.v1alpha1 import SGLangRollout
-from sglang_rollout.controller.render.names import RUN_DIR, STAGED_DIR, VERDICTS_DIR
+from sglang_rollout.controller.render.names import PLUGIN_DIR, REPORTS_DIR, RUN_DIR, STAGED_DIR, VERDICTS_DIR
 
 _CONTAINERS = ("containers", "initContainers")
 _ENGINE_FOLDERS = {
     RUN_DIR: "the operator starts and ends the engine by files in",
     STAGED_DIR: "the engine loads staged versions from",
+    PLUGIN_DIR: "SGLang imports the plug-in from",
+    REPORTS_DIR: "the agent reads the reports of the plug-in in",
     VERDICTS_DIR: "the agent reads how staged versions were loaded in",
 }
 """Folders of the engine that no mount may hide, and why."""
@@ -26,7 +28,7 @@ def find_forbidden_mount(rollout: SGLangRollout) -> str:
     """Return the first mount of an overlay that is refused, as a sentence; empty if there is none. The overlays have a Pod's shape."""
     spec = rollout.spec
     for at, overlay, private in (
-        ("spec.podTemplate", spec.pod_template, (*PRIVATE_VOLUMES, STAGED_VOLUME, VERDICTS_VOLUME)),
+        ("spec.podTemplate", spec.pod_template, (*PRIVATE_VOLUMES, *SHARED_VOLUMES)),
         ("spec.router.podTemplate", spec.router.pod_template, ROUTER_VOLUMES),
     ):
         written = overlay.model_dump(mode="json", by_alias=True, exclude_unset=True) if overlay is not None else {}

@@ -10,7 +10,7 @@ from sglang_rollout.api.engine_spec import NODE_RANK_ENV
 from sglang_rollout.api.network_spec import CACHE_VARIABLES, MEMORY_CHECK, NETWORK_VARIABLES, OFFLINE_VARIABLES
 from sglang_rollout.api.sharing_spec import Mode
 from sglang_rollout.api.v1alpha1 import SGLangRollout
-from sglang_rollout.controller.render import names, staging, tls
+from sglang_rollout.controller.render import names, plugin, staging, tls
 from sglang_rollout.controller.render.common import HOME_ENV, Object
 from sglang_rollout.controller.render.names import OF_POD, EnginePorts
 from sglang_rollout.controller.render.storage import CACHE_DIR
@@ -90,6 +90,7 @@ def agent_args(rollout: SGLangRollout, engine: str, ports: EnginePorts) -> list[
         args += ["--nodes", str(pods), "--node-rank", _RANK, "--leader", head, "--advertise", f"[$({_IP_ENV})]:{ports.gate}"]
     if rollout.spec.mode is Mode.HYBRID:
         args.append("--takes-tensors")
+    args += plugin.agent_arguments(rollout)
     # A co-located trainer calls each engine by itself. The agent forwards such calls to the coordinator.
     return [*args, *staging.agent_arguments(rollout), *tls.agent_arguments(rollout)]
 
@@ -99,7 +100,7 @@ def engine_environment(rollout: SGLangRollout) -> list[Object]:
     # A health check that generates tokens would fail during every weight update, because the engine is paused.
     health: Object = {"name": "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "value": "false"}
     own = [variable.model_dump(mode="json", by_alias=True, exclude_none=True) for variable in rollout.spec.engine.env]
-    return [health, *_rank_variables(rollout), *engine_variables(rollout), *own]
+    return [health, plugin.engine_variable(rollout), *_rank_variables(rollout), *engine_variables(rollout), *own]
 
 
 def agent_environment(rollout: SGLangRollout) -> list[Object]:

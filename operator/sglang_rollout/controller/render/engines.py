@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from sglang_rollout.api.limits_spec import CUSTOM_LOGIT_PROCESSOR, gate_options
 from sglang_rollout.api.pod_template import AGENT_CONTAINER, ENGINE_CONTAINER, GATE_CONTAINER
 from sglang_rollout.api.v1alpha1 import SGLangRollout
-from sglang_rollout.controller.render import common, names, staging, tls
+from sglang_rollout.controller.render import common, names, plugin, staging, tls
 from sglang_rollout.controller.render.common import Object, Settings, http_probe
 from sglang_rollout.controller.render.engine_arguments import agent_args, agent_environment, engine_environment, server_args, server_ranks
 from sglang_rollout.controller.render.hashing import revisions
@@ -108,6 +108,7 @@ def _pod_template(rollout: SGLangRollout, settings: Settings, index: int, revisi
             "containers": [_engine(rollout, name, ports)],
             "volumes": [
                 *(common.memory_volume(mount["name"]) for mount in (RUN_MOUNT, GATE_MOUNT, AGENT_MOUNT)),
+                *plugin.VOLUMES,
                 {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": rollout.spec.engine.shm}},
                 common.TMP_VOLUME,
                 common.control_volume(names.credentials_name(rollout.name), name),
@@ -154,6 +155,7 @@ def _agent(rollout: SGLangRollout, settings: Settings, name: str, ports: EngineP
         command=("agent",),
         mounts=[
             *(RUN_MOUNT, GATE_MOUNT, AGENT_MOUNT, common.TMP_MOUNT, common.CONTROL_MOUNT, *tls.agent_mounts(rollout)),
+            *plugin.AGENT_MOUNTS,
             *staging.agent_mounts(rollout),
         ],
         restartPolicy="Always",
@@ -198,6 +200,7 @@ def _engine(rollout: SGLangRollout, name: str, ports: EnginePorts) -> Object:
             RUN_MOUNT,
             {"name": "shm", "mountPath": "/dev/shm"},  # noqa: S108 - the engine's own volume
             *mounts(rollout),
+            *plugin.ENGINE_MOUNTS,
             *staging.engine_mounts(rollout),
         ],
     }

@@ -21,7 +21,6 @@ from sglang_rollout.kube.resources import (
     SERVICES,
     STATEFULSETS,
 )
-from sglang_rollout.plugin.install import PLUGIN_FOLDER
 from sglang_rollout.wire import ports as wire
 
 FIELD_MANAGER = "sglang-rollout-operator"
@@ -83,8 +82,10 @@ COORDINATOR_DIR = "/run/rollout-coordinator"
 COORDINATOR_SOCKET = f"{COORDINATOR_DIR}/coordinator.sock"
 STAGED_DIR = "/run/rollout-staged"
 """Folder with the staged versions of an engine pod, which the agent writes and the engine reads; also that of the weight store."""
-PLUGIN_DIR = f"{STAGED_DIR}/{PLUGIN_FOLDER}"
-"""Folder with the plug-in, written by the agent."""
+PLUGIN_DIR = "/run/rollout-plugin"
+"""Folder in memory with the plug-in, which the agent writes and SGLang imports."""
+REPORTS_DIR = "/run/rollout-reports"
+"""Folder in which the plug-in reports to the agent: its proof, and the tensors of the checkpoint."""
 VERDICTS_DIR = "/run/rollout-verdicts"
 """Folder in memory in which the loader of each rank reports its result to the agent."""
 STORE_STATE_DIR = "/run/rollout-store"

@@ -92,13 +92,6 @@ def engine_arguments(rollout: SGLangRollout) -> list[str]:
     return ["--custom-weight-loader", LOADER] if _has_loader(rollout) else []
 
 
-def start_lines(rollout: SGLangRollout) -> str:
-    """Return the lines by which the start script lets SGLang find the plug-in. The image may have folders of its own in the variable."""
-    if not _has_loader(rollout):
-        return ""
-    return f'export PYTHONPATH="{names.PLUGIN_DIR}${{PYTHONPATH:+:$PYTHONPATH}}"\n'
-
-
 def pod_revision(rollout: SGLangRollout) -> Object:
     """Return the settings that change an engine pod; empty with another transport."""
     staging, fields = staging_of(rollout), {"copies", "size_limit", "medium", "bandwidth_limit"}

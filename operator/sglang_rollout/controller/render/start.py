@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from sglang_rollout.api.engine_spec import NODE_RANK_ENV
 from sglang_rollout.api.v1alpha1 import SGLangRollout
-from sglang_rollout.controller.render import names, staging
+from sglang_rollout.controller.render import names, plugin
 
 ENDED_BY_ITSELF = 70
 """Exit code of an engine that ended with 0 without a drain (EX_SOFTWARE of sysexits.h)."""
@@ -52,6 +52,7 @@ exit "$code"
 START_SCRIPT = f"""\
 rm -f {names.KILL_FILE} {names.DRAIN_FILE} {names.DRAINED_FILE} {names.NCCL_FILE}
 {_IDENTITY}\
+{plugin.START_LINES}\
 "$@" &
 child=$!
 trap 'kill -TERM "$child"' TERM
@@ -67,6 +68,7 @@ crashed, but the kubelet keeps the last lines of the log only for other exit cod
 GROUP_START_SCRIPT = f"""\
 rm -f {names.KILL_FILE} {names.DRAIN_FILE} {names.DRAINED_FILE} {names.NCCL_FILE} {names.GO_FILE}
 {_IDENTITY}\
+{plugin.START_LINES}\
 until test "$(cat {names.GO_FILE} 2> /dev/null)" = "$(cat {names.BOOT_FILE})"; do sleep 0.5 & wait $!; done
 "$@" &
 child=$!
@@ -104,4 +106,4 @@ because a start script that has just begun removes it. The agent ignores a file 
 
 def start_script(rollout: SGLangRollout, checks: str) -> str:
     """Return the start script of an engine's container, which runs the shell of ``checks`` first."""
-    return HANDLER + checks + staging.start_lines(rollout) + (GROUP_START_SCRIPT if rollout.spec.engine.pods > 1 else START_SCRIPT)
+    return HANDLER + checks + (GROUP_START_SCRIPT if rollout.spec.engine.pods > 1 else START_SCRIPT)

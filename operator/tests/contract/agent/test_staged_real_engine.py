@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from pathlib import Path
 
 import pytest
 from e2e.engine import environment, start_engine
 
-from sglang_rollout.plugin.install import LOADER, install_plugin
+from sglang_rollout.plugin.install import LOADER
 from sglang_rollout.wire.states import EngineState, Version
 from tests.contract.support.agent_pod import BASE_WIRE, Pod, run_pod, until
 from tests.contract.support.staged_versions import Source, StagedVersion, activate, commit, run_source, stage
@@ -34,9 +33,8 @@ async def text(pod: Pod) -> str:
 
 
 async def test_versions_are_staged_loaded_refused_and_loaded_again_after_a_restart(engine_environment: None, tmp_path: Path) -> None:
-    path = os.pathsep.join([str(install_plugin(tmp_path / "staged")), environment.environment_variables()["PYTHONPATH"]])
     args, port = ["--custom-weight-loader", LOADER], free_port()
-    with start_engine(port, args=args, env={"PYTHONPATH": path}, log=tmp_path / "engine.log", wait=False) as engine:
+    with start_engine(port, args=args, log=tmp_path / "engine.log", wait=False) as engine:
         async with run_source(tmp_path) as source, run_pod(tmp_path, engine.url, data_port=free_port()) as pod:
             await asyncio.to_thread(engine.wait)
             await until(pod.engine_up, 60, "the agent sees the engine")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from e2e.engine import environment, make_engine
 
-from sglang_rollout.plugin.install import LOADER, PLUGIN, PLUGIN_FOLDER
+from sglang_rollout.plugin.install import LOADER, PLUGIN, install_plugin
 from sglang_rollout.wire.states import EngineState
 from tests.contract.agent.test_staged_real_engine import make_version, text
 from tests.contract.agent.test_two_pods_real_engine import are_restarted, checksums, server_process
@@ -32,17 +32,18 @@ async def pair(engine_environment: None, tmp_path: Path, request: pytest.Fixture
         for member in (made.leader, made.follower):
             args = ["--nnodes", "2", "--node-rank", str(member.rank), "--dist-init-addr", address, "--custom-weight-loader", LOADER]
             engine = make_engine(member.engine_port, tensor=tensor, args=[*args, "--pp-size", str(pipeline)], env=variables)
-            path = os.pathsep.join([str(member.pod.volume / PLUGIN_FOLDER), environment.environment_variables()["PYTHONPATH"]])
+            plugin = install_plugin(member.pod.volume.parent / f"plugin-{member.rank}")
+            path = os.pathsep.join([str(plugin), engine.environment["PYTHONPATH"]])
             member.command, member.env = list(engine.command), {**engine.environment, "PYTHONPATH": path}
             await member.start(made.leader.relay)
         await until(made.runs, 300, "both ranks have loaded", every=0.5)
-        slow_down(made.follower.pod.volume)
+        slow_down(plugin)
         yield made
 
 
-def slow_down(volume: Path) -> None:
+def slow_down(plugin: Path) -> None:
     """Let the ranks of a pod load more slowly than those of the other pod. SGLang imports the loader at the first load."""
-    loader = volume / PLUGIN_FOLDER / PLUGIN / "loader.py"
+    loader = plugin / PLUGIN / "loader.py"
     source = loader.read_text()
     assert source.count("        model.load_weights(") == 1
     loader.write_text(source.replace("        model.load_weights(", "        __import__('time').sleep(1)\n        model.load_weights("))

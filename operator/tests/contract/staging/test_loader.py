@@ -14,7 +14,7 @@ import pytest
 import requests
 from e2e.engine import Engine, environment, start_engine
 
-from sglang_rollout.plugin.install import LOADER, install_plugin
+from sglang_rollout.plugin.install import LOADER
 from sglang_rollout.staging.copies import Copy
 from sglang_rollout.staging.payload import loader_payload, loader_request
 from tests.support.ports import free_port
@@ -73,9 +73,8 @@ class LoaderEngine:
 @pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.long, id="tp1"), pytest.param(2, id="tp2")])
 def loaded(request: pytest.FixtureRequest, engine_environment: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoaderEngine]:
     folder = tmp_path_factory.mktemp("loader")
-    path = os.pathsep.join([str(install_plugin(folder)), environment.environment_variables()["PYTHONPATH"]])
     args = ["--custom-weight-loader", LOADER]
-    with start_engine(free_port(), args=args, tensor=request.param, env={"PYTHONPATH": path}, log=folder / "engine.log") as engine:
+    with start_engine(free_port(), args=args, tensor=request.param, log=folder / "engine.log") as engine:
         yield LoaderEngine(engine, request.param)
 
 

@@ -19,7 +19,7 @@ from e2e.chaos.tokens import FEW, PROMPT
 from e2e.child import start_child
 from e2e.engine import Engine, environment
 
-from sglang_rollout.plugin.install import LOADER, install_plugin
+from sglang_rollout.plugin.install import LOADER
 from sglang_rollout.testing import expected_tokens
 from sglang_rollout.testing.policy import read_folder
 from tests.contract.support.engine_servers import Peer, peer, sglang, stand_in
@@ -130,11 +130,7 @@ def _engine(kind: str, index: int, folder: Path) -> Engine:
     loader = ["--custom-weight-loader", LOADER] if is_staged(kind) else []
     if not kind.startswith("sglang"):
         return stand_in(free_port(), log, *(["--old"] if old else []), *loader)
-    engine = sglang(free_port(), log, old=old, args=loader)
-    if loader:
-        path = os.pathsep.join([str(install_plugin(folder / "state")), engine.environment["PYTHONPATH"]])
-        engine.environment = engine.environment | {"PYTHONPATH": path}
-    return engine
+    return sglang(free_port(), log, old=old, args=loader)
 
 
 def _two_replicas(kind: str, log: Path) -> Engine:

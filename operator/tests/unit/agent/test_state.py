@@ -45,6 +45,31 @@ def test_a_fresh_engine_is_clean_base_and_closed_until_syncs() -> None:
     assert s.gate_may_open(SERVING)
 
 
+def test_the_gate_opens_only_while_the_plug_in_of_this_engine_process_has_proved_itself() -> None:
+    started = run(ev.restore_state(s.EngineRecord(), requires_plugin=True), ev.EngineIdentified(facts()), ev.CoordinatorCalled(1, BASE))
+    assert not s.gate_may_open(started)
+    assert s.status(started, name="e0", gate_open=False).reason is GateReason.NOT_UP, "the reports have not been read"
+    lacking = run(started, ev.PluginChecked("a", "No scheduler has seen a request."))
+    status = s.status(lacking, name="e0", gate_open=False)
+    assert status.reason is GateReason.PLUGIN_MISSING
+    assert "SGLang 0.5.23" in status.message, "the release decides whether the plug-in fits"
+    assert "No scheduler has seen a request." in status.message
+    assert "engine.plugin: Optional" in status.message
+    proved = run(lacking, ev.PluginChecked("a", ""))
+    assert s.gate_may_open(proved)
+    again = run(proved, ev.EngineDown("silent"), ev.EngineIdentified(facts()))
+    assert s.gate_may_open(again), "the same process"
+    other = run(proved, ev.EngineDown("gone"), ev.EngineIdentified(facts("b")), ev.PluginChecked("a", ""))
+    assert not s.gate_may_open(other), "a proof of the earlier process says nothing about this one"
+    restarted = run(ev.restore_state(proved.record, requires_plugin=True), ev.EngineIdentified(facts()), ev.RecordTrusted())
+    assert not s.gate_may_open(restarted)
+    assert s.gate_may_open(run(restarted, ev.PluginChecked("a", "")))
+
+
+def test_an_agent_that_does_not_require_the_plug_in_ignores_its_reports() -> None:
+    assert s.gate_may_open(run(SERVING, ev.PluginChecked("a", "The plug-in has reported nothing.")))
+
+
 def test_an_engine_whose_label_has_changed_before_the_first_poll_is_unknown() -> None:
     state = run(s.State(), ev.EngineIdentified(facts(live="7")), ev.CoordinatorCalled(1, BASE))
     assert state.record.state is EngineState.UNKNOWN
@@ -397,27 +422,34 @@ _events = st.one_of(
     st.builds(ev.UpdateAcknowledged, _versions, st.just(("e0",))),
     st.just(ev.UpdateGivenUp()),
     st.builds(ev.DrainingChanged, st.booleans()),
+    st.builds(ev.PluginChecked, _boots, st.sampled_from(["", "A part is missing."])),
 )
 
 
-@given(st.lists(_events | st.sampled_from(["restart", "restart without a usable record"]), max_size=40))
+@given(st.lists(_events | st.sampled_from(["restart", "restart without a usable record"]), max_size=40), st.booleans())
 @settings(deadline=None, max_examples=400)
-def test_the_gate_is_open_only_for_the_committed_version(events: list[ev.Event | str]) -> None:
+def test_the_gate_is_open_only_for_the_committed_version(events: list[ev.Event | str], requires_plugin: bool) -> None:
     """Apply any events in any order, with restarts of the agent. Acknowledgements pass their check first, as in the agent."""
-    state, truth = s.State(), None  # truth: the version that all tensors of the current engine process belong to, None for a mixture
-    is_refused = False
+    # truth: the version that all tensors of the current engine process belong to, None for a mixture
+    state, truth = ev.restore_state(s.EngineRecord(), requires_plugin=requires_plugin), None
+    is_refused = is_proved = False
     for event in events:
         if isinstance(event, ev.CallEnded) and event.call == ControlCall.UPDATE_TENSOR:
             event = replace(event, ok=event.ok and not is_refused)  # noqa: PLW2901 - the agent reads the verdicts
         if isinstance(event, str):
-            state = ev.restore_state(state.record) if event == "restart" else ev.restore_state(s.EngineRecord(), is_readable=False)
+            kept = event == "restart"
+            record = state.record if kept else s.EngineRecord()
+            state, is_proved = ev.restore_state(record, is_readable=kept, requires_plugin=requires_plugin), False
             continue
         if isinstance(event, ev.UpdateAcknowledged) and s.ack_refusal(state, state.record.boot_id or "", event.version):
             continue
         before = state
         state, effects = ev.step(state, event)
         match event:
+            case ev.PluginChecked(boot, missing) if boot == before.record.boot_id:
+                is_proved = missing == ""
             case ev.EngineIdentified(seen) if seen.boot_id != before.record.boot_id:
+                is_proved = False
                 truth = BASE if seen.live_label == seen.launch_label and not before.record.unreadable else None
             case ev.CallBegan(ControlCall.BEGIN_UPDATE | ControlCall.UPDATE_TENSOR, attempt="refused"):
                 is_refused = event.call == ControlCall.UPDATE_TENSOR
@@ -432,6 +464,7 @@ def test_the_gate_is_open_only_for_the_committed_version(events: list[ev.Event |
         record = state.record
         opened = s.gate_may_open(state)
         if opened:
+            assert is_proved or not requires_plugin
             assert state.up
             assert record.state is EngineState.CLEAN
             assert truth is not None

@@ -77,5 +77,12 @@ def test_an_engine_shares_no_volume_with_its_gate_and_no_credential_with_its_age
     table = documented()
     volumes = {container: {row[1] for row in table if row[0] == container} for container in ("engine", "gate", "agent")}
     assert not volumes["engine"] & volumes["gate"]
-    assert volumes["engine"] & volumes["agent"] == {"run", "rollout-model", "rollout-staged", "rollout-verdicts"}
+    assert volumes["engine"] & volumes["agent"] == {
+        "run",
+        "rollout-model",
+        "rollout-plugin",
+        "rollout-reports",
+        "rollout-staged",
+        "rollout-verdicts",
+    }
     assert ("engine", "rollout-staged", "write") not in table

@@ -16,6 +16,8 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +141,9 @@ ONE = EngineArg(Address("127.0.0.1", 30101))
         (503, {}, None),
     ],
 )
-async def test_reported_sizes_are_checked_at_the_start(status: int, info: dict[str, object], found: Sizes | str | None) -> None:
+async def test_reported_sizes_are_checked_at_the_start(
+    tmp_path: Path, status: int, info: dict[str, object], found: Sizes | str | None
+) -> None:
     async def answer(_: web.Request) -> web.Response:
         return web.json_response(info, status=status)
 
@@ -148,12 +152,12 @@ async def test_reported_sizes_are_checked_at_the_start(status: int, info: dict[s
     async with TestServer(app) as server:
         engine = EngineArg(Address("127.0.0.1", server.port or 0))
         if not isinstance(found, str):
-            sizes = await read_sizes([engine])
+            sizes = await read_sizes([engine], tmp_path)
             check_sizes(sizes, Weights())
-            assert sizes.get(engine) == found
+            assert sizes.get(engine) == (found and replace(found, unproved=sizes[engine].unproved))
             return
         with pytest.raises(SizesError, match=re.escape(found)):
-            check_sizes(await read_sizes([engine]), Weights())
+            check_sizes(await read_sizes([engine], tmp_path), Weights())
 
 
 def test_pipeline_and_data_parallel_engines_need_another_transport() -> None:
@@ -161,10 +165,72 @@ def test_pipeline_and_data_parallel_engines_need_another_transport() -> None:
     check_sizes({ONE: Sizes(2, pipeline=2, data=2)}, Weights(transport=Transport.STAGED, staging=Staging(size_limit="1Gi")))
 
 
-def test_engines_that_load_folders_need_no_loader(tmp_path: Path) -> None:
-    check_loaders({ONE: Sizes(1, data=2), EngineArg(Address("127.0.0.1", 30102)): Sizes(1, loaders=(LOADER,))}, tmp_path)
+def test_engines_that_load_folders_need_no_loader() -> None:
+    check_loaders({ONE: Sizes(1, data=2), EngineArg(Address("127.0.0.1", 30102)): Sizes(1, loaders=(LOADER,))})
     with pytest.raises(SizesError, match="without the loader"):
-        check_loaders({ONE: Sizes(1)}, tmp_path)
+        check_loaders({ONE: Sizes(1)})
+
+
+@contextmanager
+def running(*args: str) -> Iterator[str]:
+    """Run ``local`` and yield its URL."""
+    url = f"127.0.0.1:{free_port()}"
+    with subprocess.Popen([*LINE, *args, "--listen", url], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            until(lambda: answers(f"http://{url}/fleet/health"), 60, "the fleet answers")
+            yield f"http://{url}"
+        finally:
+            process.terminate()
+
+
+def fleet_document(url: str) -> Any:
+    """Return ``GET /fleet``; without engines until the coordinator has heard of them."""
+    try:
+        with urllib.request.urlopen(f"{url}/fleet", timeout=5) as reply:
+            return json.load(reply)
+    except urllib.error.HTTPError:
+        return {"serving": 0, "members": [{"reason": None}]}
+
+
+def test_an_engine_without_the_plug_in_is_refused_unless_it_is_accepted() -> None:
+    with StandIn() as proved, StandIn(plugin=False) as engine:
+        line = ("--engine", proved.url, "--engine", engine.url, "--listen", f"127.0.0.1:{free_port()}")
+        text = refused(*line)
+        assert f"engine {engine.url} runs without the plug-in, so that one request could end it" in text
+        assert 'eval "$(sglang-rollout plugin)"' in text
+        assert "--plugin Optional" in text
+        with running(*line[:4], "--plugin", "Optional") as url:
+            until(lambda: fleet_document(url)["serving"] == 2, 30, "the engine without the plug-in serves")
+    # The proof of an engine that has ended says nothing about another engine at its port.
+    with StandIn(port=proved.port, plugin=False) as engine:
+        assert f"engine {engine.url} runs without the plug-in" in refused("--engine", engine.url, "--listen", f"127.0.0.1:{free_port()}")
+
+
+def test_an_engine_that_comes_later_without_the_plug_in_does_not_serve() -> None:
+    port = free_port()
+    with running("--engine", f"http://127.0.0.1:{port}") as url, StandIn(port=port, plugin=False):
+        until(lambda: fleet_document(url)["members"][0]["reason"] == "PluginMissing", 30, "the gate is closed for want of the plug-in")
+        message = fleet_document(url)["members"][0]["message"]
+        assert "The plug-in is not active in SGLang 0.5.23" in message
+        assert "engine.plugin: Optional" in message
+        assert fleet_document(url)["serving"] == 0
+
+
+def test_the_plug_in_command_prints_what_a_shell_needs(tmp_path: Path) -> None:
+    folder = tmp_path / "a folder"
+    script = f"eval \"$({sys.executable} -m sglang_rollout.cli plugin --dir '{folder}')\" && {sys.executable} -c '{_SHOW}'"
+    environment = os.environ | {"PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}:/of-the-user"}
+    done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, timeout=60, check=True, env=environment)
+    path, settings, entries = done.stdout.splitlines()
+    assert path.endswith(":/of-the-user"), "the user's own folders stay"
+    assert json.loads(settings)["reports"] == str(folder / "plugin-reports")
+    assert entries == "['sglang_rollout_plugin']", "SGLang finds the plug-in"
+
+
+_SHOW = (
+    'import os, importlib.metadata as m; print(os.environ["PYTHONPATH"]); print(os.environ["SGLANG_ROLLOUT_PLUGIN"]);'
+    ' print([e.name for e in m.entry_points(group="sglang.srt.plugins")])'
+)
 
 
 def test_what_an_engine_reports_replaces_the_sizes_of_the_command_line() -> None:
@@ -186,9 +252,7 @@ def test_options_of_transport_staged_that_do_not_fit_are_refused(tmp_path: Path)
         assert "write 500Mi" in refused(*line, "--transport", "Staged", *state, *limit, "--staging-bandwidth-limit", "much")
         slow = ("--staging-bandwidth-limit", str(4 * 2**30 // 600))
         assert "--staging-bandwidth-limit is too low" in refused(*line, "--transport", "Staged", *state, *limit, *slow)
-        assert "needs --state-dir" in refused(*line, "--transport", "Staged", *limit)
         text = refused(*line, "--transport", "Staged", *state, *limit)
-        assert f"start it with the variable PYTHONPATH={tmp_path / 'plugin'}" in text
         assert "--custom-weight-loader sglang_rollout_plugin.loader.load" in text
         disk = '{"catchUp": {"disk": "/d"}}'
         assert "needs no catchUp.disk" in refused(*line, "--transport", "Staged", *state, *limit, "--weights", disk)

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from sglang_rollout import plugin
-from sglang_rollout.plugin.install import LOADER, PLUGIN, PLUGIN_FOLDER, install_plugin
+from sglang_rollout.plugin.install import LOADER, PLUGIN, install_plugin
 
 SOURCES = sorted(Path(plugin.__file__).parent.glob("*.py"))
 
 
 def test_sglang_finds_one_entry_point_in_the_folder(tmp_path: Path) -> None:
     folder = install_plugin(tmp_path)
-    assert folder == tmp_path / PLUGIN_FOLDER
+    assert folder == tmp_path
     found = [
         (entry.name, entry.value)
         for one in importlib.metadata.distributions(path=[str(folder)])
@@ -63,14 +63,14 @@ def test_another_release_is_replaced(tmp_path: Path) -> None:
 def test_links_in_the_volume_are_not_followed(tmp_path: Path) -> None:
     volume, elsewhere = tmp_path / "volume", tmp_path / "elsewhere"
     elsewhere.mkdir()
-    (volume / PLUGIN_FOLDER).mkdir(parents=True)
-    (volume / PLUGIN_FOLDER / PLUGIN).symlink_to(elsewhere)
+    volume.mkdir()
+    (volume / PLUGIN).symlink_to(elsewhere)
     with pytest.raises(OSError, match="is a link"):
         install_plugin(volume)
     assert not list(elsewhere.iterdir())
-    (volume / PLUGIN_FOLDER / PLUGIN).unlink()
+    (volume / PLUGIN).unlink()
     install_plugin(volume)
-    file = volume / PLUGIN_FOLDER / PLUGIN / "loader.py"
+    file = volume / PLUGIN / "loader.py"
     file.unlink()
     (elsewhere / "kept").write_text("kept")
     file.symlink_to(elsewhere / "kept")

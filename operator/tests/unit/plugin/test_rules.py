@@ -324,9 +324,9 @@ def test_any_object_is_judged(body: dict[str, Any], params: Any, facts: Facts) -
 
 
 def seconds(body: dict[str, Any]) -> float:
-    began = time.perf_counter()
+    began = time.process_time()
     judge(body, replace(FACTS, context=2**30))
-    return time.perf_counter() - began
+    return time.process_time() - began
 
 
 @pytest.mark.parametrize(
@@ -351,7 +351,7 @@ def seconds(body: dict[str, Any]) -> float:
     ],
 )  # fmt: skip
 def test_time_grows_with_the_request_only(make: Any) -> None:
-    """A quadratic rule takes 100 times as long for 10 times the request. The room for noise is wide."""
+    """A quadratic rule takes 400 times as long for 20 times the request. Only this process's own time counts, and the room is wide."""
     short = min(seconds(make(5_000)) for _ in range(3))
-    long = min(seconds(make(50_000)) for _ in range(3))
-    assert long < max(0.1, 40 * short)
+    long = min(seconds(make(100_000)) for _ in range(3))
+    assert long < max(1.0, 120 * short)
