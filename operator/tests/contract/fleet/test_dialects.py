@@ -264,6 +264,35 @@ def test_engines_without_sessions_take_part(lab: Fleet, dialect: Dialect) -> Non
     assert watch.violations == []
 
 
+@pytest.mark.parametrize("lab", ["staged", pytest.param("sglang-staged", marks=pytest.mark.long)], indirect=True)
+@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.push.__name__)
+def test_a_trainer_does_not_notice_that_an_engine_is_killed_and_restarted(lab: Fleet, dialect: Dialect) -> None:
+    """With transport Staged: the third update comes while the engine is away, and the fourth when it is back."""
+    sent: list[list[tuple[str, int]]] = []
+    with trainer(lab, dialect.processes) as made:
+
+        def push() -> None:
+            scale, version, began = lab.others()[0], str(lab.committed()["step"] + 1), len(made.answers)
+            dialect.push(made, scale, version)
+            sent.append([(path, reply.status_code) for path, reply in made.answers[began:]])
+            assert lab.committed()["label"] == version
+            assert lab.generate() == (lab.expected[scale], version)
+
+        push()
+        push()
+        lab.engines[1].kill()
+        lab.serving(1, 60)
+        push()
+        lab.engines[1].start()
+        lab.engines[1].wait()
+        lab.serving(2, 60)
+        push()
+        lab.serving(2, 60)
+        assert lab.everywhere() == [lab.generate()] * 3
+        assert sent[1] == sent[2] == sent[3], "the trainer sends the same calls and gets the same answers"
+        close_groups(lab)
+
+
 def test_handles_of_gpu_memory_from_verl_are_refused(lab: Fleet) -> None:
     """The adapter sends handles that only a process on the same GPU can read. It can still generate after the refusal."""
     before, tokens = lab.committed(), lab.generate()
