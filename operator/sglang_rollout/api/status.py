@@ -133,6 +133,15 @@ class RecentUpdate(ApiModel):
     """Why, as a sentence. Long sentences are cut."""
 
 
+class ProcessGroupFailure(ApiModel):
+    """Why a process group could not be opened."""
+
+    reason: Code = ""
+    """Why, as a CamelCase code: `WorldSizeMismatch`, `MasterUnreachable`, `BackendUnavailable`, `RankZeroAbsent`, for example."""
+    message: Text = ""
+    """Why, and what to do, as a sentence."""
+
+
 class WeightsStatus(ApiModel):
     """Weight version of the fleet."""
 
@@ -157,6 +166,8 @@ class WeightsStatus(ApiModel):
     """Commits between the oldest served version and the committed one; 0 except with `versionPolicy: MaxStaleness`."""
     stale: int = 0
     """Engines that are up without the committed version."""
+    process_group_failure: ProcessGroupFailure | None = None
+    """Why the last call to open a process group was refused or failed; absent if it was not."""
     last_update: LastUpdate | None = None
     """The last weight update that ended."""
     recent_updates: list[RecentUpdate] | None = Field(default=None, max_length=MAX_RECENT_UPDATES)

@@ -42,7 +42,7 @@ from sglang_rollout.coordinator.update.requests import Answer, Request
 from sglang_rollout.coordinator.update.store import STORE
 from sglang_rollout.coordinator.wanted_engines import WantedEngines
 from sglang_rollout.wire.reasons import RefusalCode
-from sglang_rollout.wire.record import Isolation, UpdateOutcome
+from sglang_rollout.wire.record import GroupFailure, Isolation, UpdateOutcome
 from sglang_rollout.wire.states import FleetState, describe_state
 
 log = logging.getLogger(__name__)
@@ -98,6 +98,7 @@ class Driver:
         self._ended = False
         """True after this coordinator has stopped leading. Events are ignored from then on."""
         self._logged_state = FleetState.ACTIVE
+        self._logged_group_failure: GroupFailure | None = None
         self._logged_updates = 0
         """Number of ended updates in the log."""
         self._logged_phase: Phase | None = None
@@ -242,6 +243,10 @@ class Driver:
         if machine.phase is not self._logged_phase:
             self._logged_phase = machine.phase
             log.info("update phase: %s", machine.phase)
+        failure = machine.fleet.membership.group_failure
+        if failure is not None and failure != self._logged_group_failure:
+            log.warning("no process group was opened (%s): %s", failure.code, failure.message)
+        self._logged_group_failure = failure
         self._count_update(machine.fleet)
         if machine.fleet.applied_state is not self._logged_state:
             self._logged_state = machine.fleet.applied_state

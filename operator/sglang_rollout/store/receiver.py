@@ -7,7 +7,8 @@ that waits for a lost peer. The only module of the store that imports torch. One
     {"do": "join", "host", "port", "group", …}                     {"done": true}
     {"do": "receive", "path", "data_start", "sizes", "deadline"}   {"received": BYTES} …, {"done": true}
 
-After a failure the answer is {"error": TEXT}, and the process ends, because the process group cannot be used again.
+After a failure the answer is {"error": TEXT}, with a "code" if the process group could not be joined. Then the process ends, because
+the process group cannot be used again.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -27,9 +29,20 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
+from sglang_rollout.wire.reasons import RefusalCode
 from sglang_rollout.wire.staged import PIECE_BYTES
 
 _PR_SET_PDEATHSIG = 1
+_CONNECT_SHARE = 3
+"""torch's client tries to connect for up to 2.5 times its timeout. The fleet has just seen that the store answers."""
+
+
+class JoinError(Exception):
+    """The process group could not be joined: a code, and a clause."""
+
+    def __init__(self, code: RefusalCode, message: str) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class Member:
@@ -63,22 +76,18 @@ class Member:
     ) -> None:
         self._is_gloo = backend == "gloo"
         if not self._is_gloo and not torch.cuda.is_available():
-            raise RuntimeError(f"backend {backend} needs a GPU, and torch finds none beside the weight store (weights.store.gpu)")
+            message = f"backend {backend} needs a GPU, and torch finds none beside the weight store: set weights.store.gpu, or use gloo"
+            raise JoinError(RefusalCode.BACKEND_UNAVAILABLE, message)
         self._device = device if device is not None or self._is_gloo else "cuda:0"
-        limit = timedelta(seconds=deadline)
-        # Checked and created before the store is reached, because a join that fails later is counted by rank 0 all the same.
+        end, limit = time.monotonic() + deadline, timedelta(seconds=deadline)
+        # Created before the store is reached, because rank 0 counts a join that fails later, too.
         gloo_device = _gloo_device(host, port) if self._is_gloo else None
-        store = _reach_store(host, port, group=group, world_size=world_size, limit=limit)
-        prefixed = dist.PrefixStore(group, store)
+        store = dist.PrefixStore(group, _reach_store(host, port, group=group, world_size=world_size, deadline=deadline))
         if self._is_gloo:
-            for part in (f"{group}/", "cpu/"):
-                prefixed = dist.PrefixStore(part, prefixed)
-            options = dist.ProcessGroupGloo._Options()
-            options._timeout = limit
-            options._devices = [gloo_device]
-            self._group: Any = dist.ProcessGroupGloo(prefixed, rank, world_size, options)
+            left = max(end - time.monotonic(), 0.1)
+            self._group: Any = _join_gloo(store, gloo_device, group=group, rank=rank, world_size=world_size, deadline=left)
         else:
-            self._group = _join_with_helper(prefixed, group=group, rank=rank, world_size=world_size, backend=backend, limit=limit)
+            self._group = _join_with_helper(store, group=group, rank=rank, world_size=world_size, backend=backend, limit=limit)
 
     def receive(self, buffer: Any, deadline: float) -> None:
         """Receive one broadcast of rank 0 into a byte tensor in host memory. An empty tensor is broadcast, too, as in SGLang."""
@@ -100,16 +109,42 @@ class Member:
         self._group.broadcast([buffer], options).wait()
 
 
-def _reach_store(host: str, port: int, *, group: str, world_size: int, limit: timedelta) -> Any:
+def _reach_store(host: str, port: int, *, group: str, world_size: int, deadline: float) -> Any:
     """Return a client of the trainer's store that has counted itself once, however often this rank tries to join the process group.
 
     Rank 0 of torch's ``rendezvous("tcp://…")``, with which frameworks open their process groups, waits until ``world_size`` clients that
     know the world size have connected. Nothing takes a count back, so a second attempt that counts would stand for a rank that is absent.
     """
-    store = dist.TCPStore(host, port, None, False, timeout=limit, wait_for_workers=False)
-    if store.add(f"sglang-rollout/{group}/attempts", 1) > 1:
-        return store
-    return dist.TCPStore(host, port, world_size, False, timeout=limit)
+    limit = timedelta(seconds=deadline / _CONNECT_SHARE)
+    try:
+        store = dist.TCPStore(host, port, None, False, timeout=limit, wait_for_workers=False)
+        if store.add(f"sglang-rollout/{group}/attempts", 1) == 1:
+            store = dist.TCPStore(host, port, world_size, False, timeout=limit)
+    except RuntimeError as error:
+        message = f"no store of rank 0 answers at {host}:{port}: check master_address and master_port ({_line(error)})"
+        raise JoinError(RefusalCode.MASTER_UNREACHABLE, message) from error
+    return store
+
+
+def _join_gloo(store: Any, device: Any, *, group: str, rank: int, world_size: int, deadline: float) -> Any:
+    """Join with torch's prefixes below that of the group's name."""
+    for part in (f"{group}/", "cpu/"):
+        store = dist.PrefixStore(part, store)
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = timedelta(seconds=deadline)
+    options._devices = [device]
+    try:
+        return dist.ProcessGroupGloo(store, rank, world_size, options)
+    except dist.DistStoreError as error:  # the address of rank 0 did not come
+        values = f"world_size {world_size} and backend gloo"
+        message = f"rank 0 did not open it with {values} within {deadline:.0f} s: give rank 0 the values of this call"
+        raise JoinError(RefusalCode.RANK_ZERO_ABSENT, message) from error
+    except dist.DistNetworkError as error:
+        message = f"rank 0 closed its store before it opened the process group: its log has the reason ({_line(error)})"
+        raise JoinError(RefusalCode.MASTER_UNREACHABLE, message) from error
+    except RuntimeError as error:
+        message = f"rank 0 and the weight store do not reach each other: allow TCP on any port in both directions ({_line(error)})"
+        raise JoinError(RefusalCode.RANKS_NOT_CONNECTED, message) from error
 
 
 def _join_with_helper(store: Any, *, group: str, rank: int, world_size: int, backend: str, limit: timedelta) -> Any:
@@ -157,6 +192,10 @@ def receive_into_file(member: Member, answers: TextIO, *, path: Path, data_start
         del data  # the file cannot be unmapped before
 
 
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def answer(answers: TextIO, **fields: Any) -> None:
     """Write one answer."""
     answers.write(json.dumps(fields) + "\n")
@@ -188,8 +227,10 @@ def main() -> None:
     torch.set_num_threads(1)
     try:
         serve(sys.stdin, answers)
+    except JoinError as error:
+        answer(answers, error=str(error), code=error.code)
     except Exception as error:  # noqa: BLE001 - torch raises many types; the store reports the text
-        answer(answers, error=" ".join(str(error).split()) or type(error).__name__)
+        answer(answers, error=_line(error))
     # Freeing a process group may wait for a lost peer.
     os._exit(0)
 

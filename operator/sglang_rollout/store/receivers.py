@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from sglang_rollout.wire.reasons import end_sentence
+from sglang_rollout.wire.reasons import RefusalCode, end_sentence
 from sglang_rollout.wire.staged import StoreGroupRequest
 
 log = logging.getLogger(__name__)
@@ -30,6 +30,10 @@ Progress = Callable[[int], None]
 
 class ReceiverError(Exception):
     """A process group could not be joined, or a broadcast did not arrive. The message is a sentence. The child has ended."""
+
+    def __init__(self, message: str, code: RefusalCode = RefusalCode.UPSTREAM_FAILED) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class Receiver:
@@ -131,6 +135,8 @@ class Receiver:
             answer = json.loads(line)
             if last in answer:
                 return
+            if "code" in answer:
+                raise ReceiverError(end_sentence(answer["error"]), RefusalCode(answer["code"]))
             if "error" in answer:
                 raise ReceiverError(end_sentence(f"The receiver could not {action}: {answer['error']}"))
             progress(int(answer["received"]))

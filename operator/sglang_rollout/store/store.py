@@ -128,7 +128,7 @@ class Store:
         try:
             await self._receivers.join(request)
         except ReceiverError as error:
-            raise _upstream(f"Process group {request.group_name}: {error}") from error
+            raise RefusedError(Refusal(error.code, str(error))) from error
         log.info("Joined process group %s at %s:%d.", request.group_name, request.master_address, request.master_port)
 
     async def leave(self, group: str) -> None:

@@ -89,6 +89,16 @@ class RefusalCode(StrEnum):
     """An engine, an agent or the router did not answer."""
     UNAVAILABLE = "Unavailable"
     """The call may succeed later."""
+    WORLD_SIZE_MISMATCH = "WorldSizeMismatch"
+    """``world_size`` or ``rank_offset`` of a process group is not the fleet's."""
+    MASTER_UNREACHABLE = "MasterUnreachable"
+    """No store of the trainer's rank 0 answers at ``master_address`` and ``master_port``, or it has closed."""
+    BACKEND_UNAVAILABLE = "BackendUnavailable"
+    """The backend of a process group needs a GPU that the weight store does not have."""
+    RANK_ZERO_ABSENT = "RankZeroAbsent"
+    """The trainer's rank 0 did not open the process group with the values of the call: world size, name and backend."""
+    RANKS_NOT_CONNECTED = "RanksNotConnected"
+    """The ranks of a process group reach the trainer's store, and do not reach each other."""
 
     @classmethod
     def from_status(cls, status: int) -> RefusalCode:
@@ -113,6 +123,11 @@ _STATUS = {
     RefusalCode.NOT_OFFERED: 501,
     RefusalCode.UPSTREAM_FAILED: 502,
     RefusalCode.UNAVAILABLE: 503,
+    RefusalCode.WORLD_SIZE_MISMATCH: 400,
+    RefusalCode.MASTER_UNREACHABLE: 400,
+    RefusalCode.BACKEND_UNAVAILABLE: 400,
+    RefusalCode.RANK_ZERO_ABSENT: 400,
+    RefusalCode.RANKS_NOT_CONNECTED: 400,
 }
 
 

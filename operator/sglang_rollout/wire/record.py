@@ -191,6 +191,15 @@ class GroupRow(_Group):
     """Run of the weight store's process that joined; empty: engines did."""
 
 
+class GroupFailure(Message):
+    """Why a process group could not be opened."""
+
+    code: str
+    """A CamelCase code."""
+    message: str
+    """A sentence."""
+
+
 class OnDisk(Message):
     """Folder on a shared volume from which the fleet loaded a version."""
 
@@ -250,6 +259,8 @@ class Record(Message):
     engines: list[EngineRow] = Field(default_factory=list)
     joined: list[GroupRow] = Field(default_factory=list)
     """Open process groups. A restarted coordinator continues with the groups whose members kept their boot IDs."""
+    group_failure: GroupFailure | None = None
+    """Why the last call to open a process group was refused or failed. None: it was not, or its trainer was asked to try again."""
     last_update: EndedUpdate | None = None
     earlier_updates: list[EndedUpdate] = Field(default_factory=list)
     """The updates before the last one, newest first."""

@@ -16,6 +16,7 @@ from sglang_rollout.api.status import (
     EnginePhase,
     EngineStatus,
     LastUpdate,
+    ProcessGroupFailure,
     Reason,
     RecentUpdate,
     RolloutStatus,
@@ -90,7 +91,7 @@ def _build_weights(fleet: FleetView) -> WeightsStatus | None:
     record = fleet.record
     if record is None:
         return None
-    last = record.last_update
+    last, failure = record.last_update, record.group_failure
     serving = sorted({(row.version.run, row.version.step): row.version for row in record.engines if row.gate_open and row.version}.items())
     return WeightsStatus(
         committed_version=format_version(record.committed),
@@ -103,6 +104,7 @@ def _build_weights(fleet: FleetView) -> WeightsStatus | None:
         newest_serving=format_version(serving[-1][1]) if serving else None,
         skew=_count_newer(record, serving[0][1]) if serving else 0,
         stale=sum(row.boot_id is not None and not holds_committed(record, row) for row in record.engines),
+        process_group_failure=ProcessGroupFailure(reason=failure.code, message=failure.message) if failure is not None else None,
         last_update=_build_last_update(last) if last is not None else None,
         recent_updates=[_build_recent_update(update) for update in record.recent_updates] or None,
     )

@@ -133,6 +133,9 @@ def _weight_events(old: Status, new: Status) -> Iterator[EventToPost]:
         earlier, latest = changed
         message = f"{latest.author} pushed version {latest.version}; {earlier.author} pushed version {earlier.version}."
         yield EventToPost("Normal", "AuthorChanged", message, "AuthorChanged")
+    failure = after.get("processGroupFailure")
+    if failure and failure != before.get("processGroupFailure"):
+        yield EventToPost("Warning", "ProcessGroupFailed", str(failure["message"]), "ProcessGroupFailed")
     last = after.get("lastUpdate")
     if last and last != before.get("lastUpdate"):
         yield from _update_events(last)

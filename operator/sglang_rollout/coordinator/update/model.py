@@ -21,7 +21,7 @@ from sglang_rollout.coordinator.update.ranks import Group, RankTable, rank_table
 from sglang_rollout.coordinator.update.store import STORE, Store
 from sglang_rollout.coordinator.update.versions import Committed
 from sglang_rollout.wire.agent import SyncRequest
-from sglang_rollout.wire.record import Adapter, EndedUpdate, Isolation, Record
+from sglang_rollout.wire.record import Adapter, EndedUpdate, GroupFailure, Isolation, Record
 from sglang_rollout.wire.states import FleetMode, FleetState, Version
 
 MAX_REASONS_CHARACTERS = 100_000
@@ -41,6 +41,8 @@ class Membership:
     """True once the fleet was complete or has taken weights. From then on it continues with the engines that are there."""
     base: int | None = None
     """Engines that make the fleet complete; None: all that are wanted."""
+    group_failure: GroupFailure | None = None
+    """Why the last call to open a process group was refused or failed."""
 
 
 @dataclass
@@ -345,6 +347,7 @@ class Fleet:
             intent_generation=self.generation,
             engines=[engine.row(room) for engine in self.engines.values()],
             joined=[group.row(places) for group in self.groups.values()],
+            group_failure=self.membership.group_failure,
             last_update=self.last_update,
             earlier_updates=self.transaction.earlier,
             history=weights.history,

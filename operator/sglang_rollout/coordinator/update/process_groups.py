@@ -1,22 +1,18 @@
-"""Opening and closing weight-update process groups. No engine joins before everything that can be checked was checked.
-
-One check compares NCCL. NCCL exchanges versions when the ranks first meet and then fails, or hangs if they differ in how they share memory
-(NVIDIA-NeMo/RL#3612): minutes into the first broadcast, on every rank.
-"""
+"""Opening and closing weight-update process groups. No engine joins before everything that can be checked was checked."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
-
-from pydantic import ValidationError
 
 from sglang_rollout.api.weights_spec import Transport
 from sglang_rollout.coordinator.update.commit import commit_open_update
 from sglang_rollout.coordinator.update.events import Result
 from sglang_rollout.coordinator.update.membership import absent_sentence, require_members
 from sglang_rollout.coordinator.update.model import Fleet
+from sglang_rollout.coordinator.update.nccl import check_nccl
 from sglang_rollout.coordinator.update.outcome import abandon
 from sglang_rollout.coordinator.update.phases import Phase
 from sglang_rollout.coordinator.update.ranks import Group, GroupSpec, check_group
@@ -35,10 +31,10 @@ from sglang_rollout.coordinator.update.steps import (
 from sglang_rollout.coordinator.update.store import STORE, describe_peer, leave_path, preflight_path
 from sglang_rollout.coordinator.update.trainer import probe_store, witnesses
 from sglang_rollout.sglang.api import ControlCall
-from sglang_rollout.wire.agent import Nccl, PreflightRequest
+from sglang_rollout.wire.agent import PreflightRequest
 from sglang_rollout.wire.ports import STORE_JOIN
-from sglang_rollout.wire.reasons import RefusalCode, RefusedError
-from sglang_rollout.wire.record import UpdateReason
+from sglang_rollout.wire.reasons import Refusal, RefusalCode, RefusedError
+from sglang_rollout.wire.record import MAX_RECENT_CHARACTERS, GroupFailure, UpdateReason
 
 GONE_SECONDS = 0.5
 """A store that listened before and accepts no connection for this long counts as gone."""
@@ -50,10 +46,6 @@ DISK_ONLY = (
     "This fleet takes weights from disk only (weights.transport is Disk): write a checkpoint where the engines can read it, and call"
     " /update_weights_from_disk."
 )
-NCCL_FIELD = "nccl"
-"""Field of ``/init_weights_update_group`` in which our client describes its NCCL. Other trainers send none and are not compared."""
-NCCL_SETTINGS = ("NCCL_CUMEM_ENABLE",)
-"""Settings that must agree on all ranks."""
 UNUSABLE_MASTER = (
     "The engines cannot use this master_address and master_port: they find no trainer's store there, or may not connect to it."
     " Use the address of your own pod and the port of rank 0. No engine has joined anything."
@@ -74,8 +66,28 @@ class CheckedGroup:
     """When the check began."""
 
 
+@contextmanager
+def _noting_refusal(fleet: Fleet) -> Iterator[None]:
+    """Note a refusal of the block for the log and the status, because trainers may wait in the collective and never read the answer."""
+    try:
+        yield
+    except RefusedError as refused:
+        if refused.status != RefusalCode.UNAVAILABLE.status:  # the trainer tries again
+            _note_failure(fleet, refused.refusal.code, str(refused))
+        raise
+
+
+def _note_failure(fleet: Fleet, code: str, message: str) -> None:
+    fleet.membership.group_failure = GroupFailure(code=code, message=message[:MAX_RECENT_CHARACTERS])
+
+
 async def check_group_request(fleet: Fleet, ask: OpenGroup) -> CheckedGroup:
     """Check the request, and ask every pod whether it reaches the trainer."""
+    with _noting_refusal(fleet):
+        return await _check_group_request(fleet, ask)
+
+
+async def _check_group_request(fleet: Fleet, ask: OpenGroup) -> CheckedGroup:
     if fleet.policy.transport is Transport.DISK:
         raise RefusedError(DISK_ONLY)
     asked_at, boots = fleet.now, require_members(fleet)
@@ -95,12 +107,13 @@ async def open_group(fleet: Fleet, _ask: OpenGroup, checked: CheckedGroup) -> An
     The checks and closing old groups may take minutes. So the members are compared again after each.
     """
     spec, backend, boots = checked.spec, checked.backend, checked.boots
-    _refuse_changed(fleet, boots)
-    await _close_same_name(fleet, spec.name)
-    await _close_dead(fleet)
-    _refuse_changed(fleet, boots)
-    if len(fleet.groups) >= MAX_GROUPS:
-        raise RefusedError(f"{MAX_GROUPS} process groups are open: close some with {ControlCall.DESTROY_GROUP.path} first.")
+    with _noting_refusal(fleet):
+        _refuse_changed(fleet, boots)
+        await _close_same_name(fleet, spec.name)
+        await _close_dead(fleet)
+        _refuse_changed(fleet, boots)
+        if len(fleet.groups) >= MAX_GROUPS:
+            raise RefusedError(f"{MAX_GROUPS} process groups are open: close some with {ControlCall.DESTROY_GROUP.path} first.")
     remaining = max(MIN_JOIN_SECONDS, fleet.policy.deadlines.group_seconds - (fleet.now - checked.asked_at))
     fleet.enter(Phase.OPEN)
     fleet.transaction.joining = master = f"{spec.host}:{spec.port}"
@@ -109,6 +122,7 @@ async def open_group(fleet: Fleet, _ask: OpenGroup, checked: CheckedGroup) -> An
     fleet.transaction.joining = None
     if failures(results):
         return await _undo_join(fleet, spec, results)
+    fleet.membership.group_failure = None
     fleet.hold()
     fleet.groups[spec.name] = Group(spec.name, fleet.epoch, spec.world_size, master, backend, boots, fleet.caller)
     return Answer(200, "Succeeded to initialize custom process group.", {**fleet.advice(), "engines": results_by_engine(results)})
@@ -130,7 +144,19 @@ def _check_request(fleet: Fleet, body: Body) -> GroupSpec:
         return check_group(body, fleet.table)
     except RefusedError as refusal:
         away = absent_sentence(fleet)
-        raise RefusedError(f"{refusal} {away}" if away else str(refusal), status=refusal.status, fleet=fleet.advice()) from None
+        message = f"{refusal} {away}" if away else str(refusal)
+        raise RefusedError(Refusal(refusal.refusal.code, message), status=refusal.status, fleet=fleet.advice()) from None
+
+
+def _refuse_without_gpu(fleet: Fleet, backend: str) -> None:
+    """Raise RefusedError for a process group with the weight store that needs a GPU there, and the weight store has none."""
+    store = fleet.policy.store
+    if fleet.is_staged and backend == "nccl" and (store is None or store.gpu is None):
+        message = (
+            "The weight store has no GPU, so it joins no process group with backend nccl. Set weights.store.gpu, or open the process group"
+            " with backend gloo. A trainer that names no backend gets weights.backend."
+        )
+        raise RefusedError(Refusal(RefusalCode.BACKEND_UNAVAILABLE, message), fleet=fleet.advice())
 
 
 def _allowed_address(fleet: Fleet, master: Master) -> str:
@@ -138,8 +164,12 @@ def _allowed_address(fleet: Fleet, master: Master) -> str:
     if master.refusal is None:
         return master.address
     if master.hides_reasons:
-        raise RefusedError(UNUSABLE_MASTER)
+        raise _unreachable(UNUSABLE_MASTER)
     raise RefusedError(master.refusal, fleet=fleet.advice())
+
+
+def _unreachable(message: str, fleet: Mapping[str, Any] | None = None) -> RefusedError:
+    return RefusedError(Refusal(RefusalCode.MASTER_UNREACHABLE, message), fleet=fleet)
 
 
 async def _preflight(fleet: Fleet, spec: GroupSpec, names: Mapping[str, str], limit: float, *, hides_reasons: bool) -> None:
@@ -149,10 +179,10 @@ async def _preflight(fleet: Fleet, spec: GroupSpec, names: Mapping[str, str], li
     results = await send(path, same_body(names, body), limit + PREFLIGHT_MARGIN_SECONDS, grace=GRACE_SECONDS, idempotent=True)
     failed = failures(results)
     if failed and hides_reasons:
-        raise RefusedError(UNUSABLE_MASTER)
+        raise _unreachable(UNUSABLE_MASTER)
     if failed:
         name, result = next(iter(failed.items()))
-        raise RefusedError(
+        raise _unreachable(
             f"{describe_peer(name)} cannot reach the trainer at {spec.host}:{spec.port}: {result.message.rstrip('.')}."
             " No engine has joined anything.",
             fleet={**fleet.advice(), "engine": name, "phase": Phase.PREPARE.value, "engines": results_by_engine(results)},
@@ -223,12 +253,13 @@ async def _undo_join(fleet: Fleet, spec: GroupSpec, results: Results) -> Answer:
     Its end releases engines that wait in the rendezvous.
     """
     name, result = next(iter(failures(results).items()))
-    answer = Answer(
-        400,
+    message = (
         f"{describe_peer(name)} could not join process group {spec.name}: {result.message.rstrip('.')}. The others have left it."
-        " Open a new process group with another port and name.",
-        {**fleet.advice(), "engine": name, "phase": Phase.OPEN.value, "engines": results_by_engine(results)},
+        " Open a new process group with another port and name."
     )
+    _note_failure(fleet, result.code or RefusalCode.UPSTREAM_FAILED, message)
+    details = {**fleet.advice(), "engine": name, "phase": Phase.OPEN.value, "engines": results_by_engine(results)}
+    answer = Answer(400, message, details, result.code)
     await reply(answer)
     await send(leave_path(results), same_body(results, {"group_name": spec.name}), FENCE_DEADLINE_SECONDS)
     return answer
@@ -267,63 +298,3 @@ async def _leave(fleet: Fleet, group: Group) -> Results:
     gone = set(fleet.lost_engines(group.boots))
     names = [name for name in group.boots if name not in gone and fleet.is_up(name)]
     return await send(leave_path(names), same_body(names, {"group_name": group.name}), fleet.policy.deadlines.pause_seconds)
-
-
-# --- NCCL -----------------------------------------------------------------------------------------------------------
-
-
-def _refuse_without_gpu(fleet: Fleet, backend: str) -> None:
-    """Raise RefusedError for a process group with the weight store that needs a GPU there, and the weight store has none."""
-    store = fleet.policy.store
-    if fleet.is_staged and backend == "nccl" and (store is None or store.gpu is None):
-        raise RefusedError(
-            "The weight store has no GPU, so it joins no process group with backend nccl. Set weights.store.gpu, or open the process group"
-            " with backend gloo. A trainer that names no backend gets weights.backend.",
-            fleet=fleet.advice(),
-        )
-
-
-def check_nccl(fleet: Fleet, names: Iterable[str], backend: str, said: Mapping[str, Any]) -> None:
-    """Raise RefusedError if the ranks would use different NCCL versions or settings. ``said``: fields of the trainer's call."""
-    if backend != "nccl":
-        return
-    trainer = _trainers_nccl(said)
-    sides = {"the trainer": trainer} if trainer is not None else {}
-    for name in names:
-        status = fleet.engines[name].status if name in fleet.engines else None
-        if status is not None and status.nccl is not None:
-            sides[f"engine {name}"] = status.nccl
-    different = _nccl_difference(sides)
-    if different:
-        raise RefusedError(f"{different} No engine has joined anything.", fleet=fleet.advice())
-
-
-def _trainers_nccl(said: Mapping[str, Any]) -> Nccl | None:
-    if NCCL_FIELD not in said:
-        return None
-    try:
-        return Nccl.model_validate(said[NCCL_FIELD])
-    except ValidationError as error:
-        where = ".".join(str(part) for part in error.errors()[0]["loc"]) or NCCL_FIELD
-        raise RefusedError(f"{NCCL_FIELD}: {where}: {error.errors()[0]['msg']}.") from None
-
-
-def _nccl_difference(sides: Mapping[str, Nccl]) -> str:
-    """Return the first difference between two sides, and its remedy, as a sentence; empty if there is none."""
-    versions = {side: nccl.version for side, nccl in sides.items() if nccl.version}
-    found = _first_different(versions)
-    if found:
-        (one, a), (other, b) = found
-        return f"{one} has NCCL {a}, {other} has NCCL {b}: all ranks need the same version. Install the same nvidia-nccl package on both."
-    for key in NCCL_SETTINGS:
-        found = _first_different({side: nccl.settings[key] for side, nccl in sides.items() if key in nccl.settings})
-        if found:
-            (one, a), (other, b) = found
-            return f"{one} runs with {key}={a}, {other} with {key}={b}: all ranks need the same. Set it in the environment of one of them."
-    return ""
-
-
-def _first_different(values: Mapping[str, str]) -> tuple[tuple[str, str], tuple[str, str]] | None:
-    """Return the first side and the first that differs from it."""
-    pairs = list(values.items())
-    return next(((pairs[0], pair) for pair in pairs if pair[1] != pairs[0][1]), None)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_rollout.coordinator.update.store import STORE
-from sglang_rollout.wire.reasons import RefusedError, quote_value
+from sglang_rollout.wire.reasons import Refusal, RefusalCode, RefusedError, quote_value
 from sglang_rollout.wire.record import FleetGroup, GroupRow
 
 TRAINER_RANKS = 1
@@ -95,21 +95,25 @@ def check_group(body: Mapping[str, Any], table: RankTable) -> GroupSpec:
 def _check_ranks(world_size: int, offset: int, table: RankTable) -> None:
     right = table.world_size
     if table.names == (STORE,) and (offset, world_size) != (TRAINER_RANKS, right):
-        raise RefusedError(
+        raise _mismatch(
             f"rank_offset {offset} and world_size {world_size} do not fit this fleet: a process group has two ranks, the trainer and the"
             f" weight store (weights.transport: Staged). Use rank_offset={TRAINER_RANKS} and world_size={right}."
         )
     if offset != TRAINER_RANKS:
-        raise RefusedError(
+        raise _mismatch(
             f"rank_offset {offset} does not fit this fleet: the trainer is rank 0, the engines take ranks from 1 on."
             f" Use rank_offset=1 and world_size={right}."
         )
     if world_size != right:
         sizes = list(table.sizes)
-        raise RefusedError(
+        raise _mismatch(
             f"world_size {world_size} does not fit this fleet: rank_offset {offset} + {_count(table.gpus, 'GPU')}"
             f" on {_count(len(sizes), 'engine')} {_show_sizes(sizes)} = {right}. Use world_size={right}."
         )
+
+
+def _mismatch(message: str) -> RefusedError:
+    return RefusedError(Refusal(RefusalCode.WORLD_SIZE_MISMATCH, message))
 
 
 def _show_sizes(sizes: Sequence[int], limit: int = 16) -> str:

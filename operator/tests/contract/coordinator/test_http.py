@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -64,17 +65,36 @@ async def test_a_wrong_group_is_refused_before_any_engine_is_called(lab: Lab, ch
     assert status == 400
     assert sentence in reason
     assert sentence in body["message"]
-    assert body["code"] == "InvalidRequest"
+    assert body["code"] == ("WorldSizeMismatch" if changes.keys() & {"world_size", "rank_offset"} else "InvalidRequest")
     assert all(agent.calls == [] for agent in lab.agents)
     assert (await lab.document())["serving"] == 2
 
 
 async def test_an_unreachable_trainer_is_refused_and_no_engine_joins(lab: Lab) -> None:
     lab.agents[1].broken["/agent/preflight"] = "connection refused."
-    status, reason, _ = await lab.open_group()
-    assert status == 400
+    status, reason, body = await lab.open_group()
+    assert (status, body["code"]) == (400, "MasterUnreachable")
     assert "engine e1 cannot reach the trainer at 127.0.0.1:29500: connection refused." in reason
     assert all(not agent.bodies_of("/init_weights_update_group") for agent in lab.agents)
+
+
+async def test_the_record_says_why_no_process_group_opened_until_one_opens(lab: Lab) -> None:
+    """A trainer that waits in the collective never reads the answer. The operator posts an Event with this reason."""
+
+    def noted(code: str | None) -> bool:
+        failure = json.loads(lab.record.read_text()).get("group_failure") or {}
+        return failure.get("code") == code and (code is None or "Use world_size=3." in failure["message"])
+
+    async def is_noted() -> bool:
+        return noted("WorldSizeMismatch")
+
+    async def is_cleared() -> bool:
+        return noted(None)
+
+    await lab.open_group(world_size=7)
+    await lab.until("the record has the reason", is_noted)
+    assert (await lab.open_group())[0] == 200
+    await lab.until("the record has no reason", is_cleared)
 
 
 async def test_an_engine_that_cannot_join_is_named_and_the_others_leave(lab: Lab) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from e2e.engine import environment
@@ -55,10 +56,12 @@ def test_a_store_that_frameworks_make_otherwise_is_joined_too(store: StoreProces
 
 def test_a_second_attempt_to_join_does_not_count_as_another_rank(store: StoreProcess, mortal: Peer) -> None:
     """Rank 0 waits for a third rank, which the store's attempts must not replace: rank 0 would block in gloo instead of failing."""
-    mortal.send_command("open", group="g", world=3, seconds=12)
+    mortal.send_command("open", group="g", world=3, seconds=30)
     opened = mortal.read_answer()
     for _ in range(2):
-        assert store.call(STORE_JOIN, store.at(opened, deadline=2))[0] >= 400
+        status, reply = store.call(STORE_JOIN, store.at(opened, deadline=6))
+        assert (status, reply["code"]) == (400, "RankZeroAbsent")
+        assert "rank 0 did not open it with world_size 2 and backend gloo within" in reply["message"]
     assert "2/3 clients joined" in mortal.read_answer()["error"]
 
 
@@ -173,8 +176,8 @@ def test_a_group_under_the_same_name_replaces_the_first(store: StoreProcess, tra
 def test_a_process_group_over_nccl_is_refused_without_a_gpu_before_the_trainer_is_called(store: StoreProcess) -> None:
     body = {"group_name": "n", "master_address": "127.0.0.1", "master_port": 1, "backend": "nccl", "deadline": 60}
     status, reply = store.call(STORE_JOIN, body)
-    assert (status, reply["code"]) == (502, "UpstreamFailed")
-    assert "backend nccl needs a GPU, and torch finds none beside the weight store (weights.store.gpu)." in reply["message"]
+    assert (status, reply["code"]) == (400, "BackendUnavailable")
+    assert "backend nccl needs a GPU, and torch finds none beside the weight store: set weights.store.gpu" in reply["message"]
     assert store.status()["groups"] == []
 
 
@@ -211,10 +214,20 @@ def test_bytes_that_arrive_in_the_memory_of_a_device_are_copied_into_the_shard(e
 
 
 def test_an_address_where_no_store_listens_is_refused_at_the_deadline(store: StoreProcess) -> None:
-    body = {"group_name": "nowhere", "master_address": "127.0.0.1", "master_port": 1, "deadline": 2}
+    body = {"group_name": "nowhere", "master_address": "127.0.0.1", "master_port": 1, "deadline": 6}
     status, reply = store.call(STORE_JOIN, body)
-    assert (status, reply["code"]) == (502, "UpstreamFailed")
+    assert (status, reply["code"]) == (400, "MasterUnreachable")
+    assert "no store of rank 0 answers at 127.0.0.1:1: check master_address and master_port" in reply["message"]
     assert store.status()["groups"] == []
+
+
+@pytest.mark.parametrize(("value", "wrong"), [("group", "another"), ("world", 3)])
+def test_a_rank_0_that_opens_something_else_is_named_as_the_cause(store: StoreProcess, mortal: Peer, value: str, wrong: Any) -> None:
+    mortal.send_command("open", **({"group": "g", "world": 2, "seconds": 30} | {value: wrong}))
+    opened = mortal.read_answer() | {"group": "g"}
+    status, reply = store.call(STORE_JOIN, store.at(opened, deadline=6))
+    assert (status, reply["code"]) == (400, "RankZeroAbsent")
+    assert "give rank 0 the values of this call" in reply["message"]
 
 
 def test_a_bucket_above_the_limit_is_refused_with_both_numbers(store: StoreProcess, trainer: Peer) -> None:

@@ -15,7 +15,7 @@ from sglang_rollout.controller.decide.transitions import find_events
 from sglang_rollout.controller.decide.view import FleetView, build_fleet_view
 from sglang_rollout.controller.render.hashing import revision
 from sglang_rollout.wire.reasons import GateReason, Refusal
-from sglang_rollout.wire.record import EndedUpdate, UpdateOutcome
+from sglang_rollout.wire.record import EndedUpdate, GroupFailure, UpdateOutcome
 from sglang_rollout.wire.states import BASE, EngineState, FleetState, Version
 from tests.unit.controller.support.worlds import NOW, V1, V2, cr, crashed, opening, partial, pod, record, row, under_way, world
 
@@ -273,6 +273,16 @@ def test_a_snapshot_that_fails_has_one_warning() -> None:
     failed = world([pod(0), pod(1)], written=record(row(0), row(1)).model_copy(update={"snapshot_problem": problem}))
     (event,) = find_events(build_status(HEALTHY, NOW), build_status(failed, NOW))
     assert (event.type, event.reason, event.message) == ("Warning", "SnapshotFailed", problem)
+    assert reasons(failed, failed) == []
+
+
+def test_a_process_group_that_does_not_open_has_one_warning() -> None:
+    failure = GroupFailure(code="RankZeroAbsent", message="Rank 0 did not open it.")
+    failed = world([pod(0), pod(1)], written=record(row(0), row(1)).model_copy(update={"group_failure": failure}))
+    status = build_status(failed, NOW)
+    assert status["weights"]["processGroupFailure"] == {"reason": "RankZeroAbsent", "message": "Rank 0 did not open it."}
+    (event,) = find_events(build_status(HEALTHY, NOW), status)
+    assert (event.type, event.reason, event.message) == ("Warning", "ProcessGroupFailed", "Rank 0 did not open it.")
     assert reasons(failed, failed) == []
 
 

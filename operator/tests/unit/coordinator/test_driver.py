@@ -30,7 +30,12 @@ class Scripted:
     phase = Phase.IDLE
 
     def __init__(self, *effects: Effect) -> None:
-        self.fleet = SimpleNamespace(last_update=None, transaction=SimpleNamespace(outcomes=Counter()), applied_state=FleetState.ACTIVE)
+        self.fleet = SimpleNamespace(
+            last_update=None,
+            transaction=SimpleNamespace(outcomes=Counter()),
+            membership=SimpleNamespace(group_failure=None),
+            applied_state=FleetState.ACTIVE,
+        )
         self.effects = list(effects)
         self.answered: asyncio.Future[Answered] = asyncio.get_running_loop().create_future()
 

@@ -9,7 +9,7 @@ import pytest
 from sglang_rollout.api.intent import WantedEngine
 from sglang_rollout.coordinator.update.engine import Engine
 from sglang_rollout.coordinator.update.model import Fleet
-from sglang_rollout.coordinator.update.process_groups import check_nccl
+from sglang_rollout.coordinator.update.nccl import check_nccl
 from sglang_rollout.wire.agent import AgentStatus, Nccl
 from sglang_rollout.wire.reasons import RefusedError
 from sglang_rollout.wire.states import EngineState
