@@ -92,7 +92,6 @@ class Settings:
     data_listen: Endpoint | None = None
     pipeline_size: int = 1
     data_size: int = 1
-    staging_bandwidth_limit: int | None = None
     place: Place | None = None
 
 
@@ -181,13 +180,6 @@ class Settings:
     default=1,
     show_default=True,
     help="With --staging-volume: replicas of the model in the engine. An engine with several loads versions as folders, without a loader.",
-)
-@click.option(
-    "--staging-bandwidth-limit",
-    type=click.IntRange(1),
-    metavar="BYTES",
-    show_default="not limited",
-    help="With --staging-volume: most bytes per second that this pod receives from other pods for staging, and that it sends to them.",
 )
 @logging_options
 def command(
@@ -351,7 +343,6 @@ def _run_staged(settings: Settings, agent: Agent, head_pod: HeadPod | None) -> A
         model_path=settings.model_path,
         head_pod=head_pod,
         data_address=place.data_address(settings.data_listen) if place is not None else None,
-        bandwidth_limit=settings.staging_bandwidth_limit,
     )
 
 
@@ -364,7 +355,6 @@ def _run_staged_member(settings: Settings) -> AbstractAsyncContextManager[Staged
         volume=volume,
         verdicts=verdicts,
         state=settings.state_dir,
-        bandwidth_limit=settings.staging_bandwidth_limit,
     )
 
 

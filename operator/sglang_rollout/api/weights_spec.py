@@ -14,8 +14,6 @@ from sglang_rollout.sglang.api import PauseMode
 
 SIZE = r"^[1-9][0-9]*(k|M|G|T|Ki|Mi|Gi|Ti)?$"
 """Whole quantities of bytes: ``20Gi``, ``500M``."""
-_FACTORS: dict[str, int] = {suffix: 1000**power for power, suffix in enumerate(("", "k", "M", "G", "T"))}
-_FACTORS |= {f"{suffix}i": 1024**power for power, suffix in enumerate(("", "K", "M", "G", "T")) if suffix}
 
 
 def _is_staged(weights: str) -> str:
@@ -24,18 +22,6 @@ def _is_staged(weights: str) -> str:
     return f"(has({weights}.transport) && {weights}.transport == 'Staged')"
 
 
-def _count_bytes(size: str) -> int:
-    """Return the bytes of a quantity that matches ``SIZE``."""
-    number = size.rstrip("kKMGTi")
-    return int(number) * _FACTORS[size.removeprefix(number)]
-
-
-_TRANSFER_SECONDS = (
-    "quantity(self.staging.sizeLimit).asApproximateFloat() * double(has(self.staging.fanout) ? self.staging.fanout : 4)"
-    " / quantity(self.staging.bandwidthLimit).asApproximateFloat()"
-)
-"""CEL expression of ``spec.weights`` for the seconds in which a pod sends a version of the largest size to ``fanout`` pods."""
-_STAGE_SECONDS = "(has(self.deadlines) && has(self.deadlines.stageSeconds) ? self.deadlines.stageSeconds : 600)"
 _ROLLING = "has(self.activation) && has(self.activation.strategy) && self.activation.strategy == 'Rolling'"
 """CEL expression of ``spec.weights`` for "engines load staged versions in turn"."""
 
@@ -107,23 +93,10 @@ class Staging(ApiModel):
     """`Memory`: a memory-backed volume. `Disk`: a volume on the node's disk."""
     fanout: int = Field(default=4, ge=1, le=64)
     """Maximum number of pods that copy a version from the same pod at a time."""
-    bandwidth_limit: str | None = Field(default=None, max_length=32, pattern=SIZE)
-    """Maximum bytes per second of versions that an engine pod, or the weight store, receives from the other pods of the fleet, and that it
-    sends to them, such as `500Mi`; each direction apart. What the trainer sends is not limited. Default: no limit."""
     trainer_pause: TrainerPause = TrainerPause.HONOUR
     """Effect of a trainer's `/pause_generation`. `Honour`: engines are paused until the trainer continues, also while it sends the version.
     `Defer`: running requests are aborted or retracted once, as the trainer asks; then engines generate with the old version until they load
     the new one. Not for all trainers: see docs/how-to/defer-pauses.md."""
-
-    @property
-    def size_bytes(self) -> int:
-        """Maximum bytes of one version."""
-        return _count_bytes(self.size_limit)
-
-    @property
-    def bandwidth_bytes(self) -> int | None:
-        """Bytes per second of the bandwidth limit; None without a limit."""
-        return None if self.bandwidth_limit is None else _count_bytes(self.bandwidth_limit)
 
 
 class SnapshotVolume(ApiModel):
@@ -274,12 +247,6 @@ class Weights(ApiModel):
         rule(
             f"(!has(self.staging) && !has(self.store)) || {_is_staged('self')}",
             "weights.staging and weights.store belong to transport Staged: set the transport, or leave them out.",
-            field=".staging",
-        ),
-        rule(
-            f"!has(self.staging) || !has(self.staging.bandwidthLimit) || {_TRANSFER_SECONDS} <= double({_STAGE_SECONDS})",
-            "weights.staging.bandwidthLimit is too low: a pod must send sizeLimit bytes to fanout pods within deadlines.stageSeconds. Raise"
-            " bandwidthLimit or stageSeconds, or lower fanout or sizeLimit.",
             field=".staging",
         ),
         rule(

@@ -91,13 +91,6 @@ class NotReadyError(CannotStartError):
 )
 @click.option("--staging-size-limit", metavar="SIZE", help="With --transport Staged: maximum bytes of one version, such as 20Gi.")
 @click.option(
-    "--staging-bandwidth-limit",
-    metavar="SIZE",
-    show_default="not limited",
-    help="With --transport Staged: maximum bytes per second that each agent, and the weight store, receives for staging, and that it sends,"
-    " such as 500Mi.",
-)
-@click.option(
     "--activation",
     type=click.Choice([each.value for each in ActivationStrategy]),
     show_default=ActivationStrategy.ALL_AT_ONCE.value,
@@ -177,7 +170,6 @@ def command(
     backend: str,
     transport: str,
     staging_size_limit: str | None,
-    staging_bandwidth_limit: str | None,
     activation: str | None,
     store_python: Path | None,
     snapshots: Path | None,
@@ -209,8 +201,7 @@ def command(
     _check_engines(parsed)
     _check_can_listen(listen, "--listen")
     defaults = {"backend": Backend(backend), "pause_mode": PauseMode(pause_mode), "transport": Transport(transport)}
-    limits_of_staging = {"size_limit": staging_size_limit, "bandwidth_limit": staging_bandwidth_limit}
-    weights = parse_weights(weights_json, defaults, **limits_of_staging, snapshots=snapshots, activation=activation)
+    weights = parse_weights(weights_json, defaults, size_limit=staging_size_limit, snapshots=snapshots, activation=activation)
     reports = reports_folder(os.environ)
     found = asyncio.run(_read_sizes(parsed, weights, reports, PluginUse(plugin)))
     taken = {listen.port, *(engine.address.port for engine in parsed)}

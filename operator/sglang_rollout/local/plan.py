@@ -172,7 +172,7 @@ class Plan:
         children: list[Child] = []
         plugin = ("--reports-dir", str(self.reports), *(("--plugin-optional",) if self.plugin is PluginUse.OPTIONAL else ()))
         for each in self._engine_addresses():
-            children += _engine_children(each, folders, gate_arguments, plugin, self._bandwidth_options())
+            children += _engine_children(each, folders, gate_arguments, plugin)
         children += self._store_children(folders)
         smg_line = ("proxy", "smg", "--listen", str(smg), "--metrics-listen", str(smg_metrics), "--policy", self.policy)
         # smg serves for 5 s after SIGTERM, but no request reaches it, because the front is stopped first.
@@ -227,16 +227,10 @@ class Plan:
             *("--metrics-listen", str(store[2])),
             *("--volume", str(folders.staged(STORE)), "--state-dir", str(folders.state / STORE)),
             *("--token-file", str(folders.credential(STORE))),
-            *self._bandwidth_options(),
             *self._snapshot_options(),
         )
         paths = [str(_PACKAGES), *filter(None, [os.environ.get("PYTHONPATH", "")])]
         return [Child(STORE, line, environment={"PYTHONPATH": os.pathsep.join(paths)})]
-
-    def _bandwidth_options(self) -> tuple[str, ...]:
-        """Return the arguments of agents and of the weight store that limit what each of them sends and receives."""
-        limit = self.weights.staging.bandwidth_bytes if self.weights.staging is not None else None
-        return ("--staging-bandwidth-limit", str(limit)) if limit is not None else ()
 
     def _snapshot_options(self) -> tuple[str, ...]:
         """Return the arguments of the weight store about snapshots."""
@@ -295,11 +289,7 @@ def parse_engine(text: str, default_tensor_size: int | None = None) -> EngineArg
 
 
 def _engine_children(
-    addresses: _EngineAddresses,
-    folders: Folders,
-    gate_arguments: list[str],
-    plugin_arguments: tuple[str, ...],
-    staging_arguments: tuple[str, ...],
+    addresses: _EngineAddresses, folders: Folders, gate_arguments: list[str], plugin_arguments: tuple[str, ...]
 ) -> list[Child]:
     name, engine, gate, agent, metrics, data = addresses
     socket = str(folders.runtime / name / "gate.sock")
@@ -312,7 +302,7 @@ def _engine_children(
         *("--state-dir", str(folders.state / name), "--token-file", str(folders.credential(name))),
         *(("--tensor-size", str(engine.tensor_size)) if engine.tensor_size is not None else ()),
         *plugin_arguments,
-        *((*_staging_options(name, engine, data, folders), *staging_arguments) if data is not None else ()),
+        *(_staging_options(name, engine, data, folders) if data is not None else ()),
     )
     return [Child(f"{name}-gate", (*_PROGRAM, *gate_line)), Child(f"{name}-agent", (*_PROGRAM, *agent_line))]
 

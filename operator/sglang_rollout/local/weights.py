@@ -18,7 +18,6 @@ def parse_weights(
     defaults: Mapping[str, Any],
     *,
     size_limit: str | None,
-    bandwidth_limit: str | None,
     snapshots: Path | None,
     activation: str | None,
 ) -> Weights:
@@ -28,7 +27,6 @@ def parse_weights(
         text: ``--weights``, as JSON.
         defaults: Fields of the settings.
         size_limit: ``--staging-size-limit``.
-        bandwidth_limit: ``--staging-bandwidth-limit``.
         snapshots: ``--snapshots``.
         activation: ``--activation``.
 
@@ -42,8 +40,7 @@ def parse_weights(
         where = ".".join(map(str, first["loc"]))
         raise click.BadParameter(f"{where + ': ' if where else ''}{first['msg']}", param_hint="--weights") from None
     weights = weights.model_copy(update={key: value for key, value in defaults.items() if key not in weights.model_fields_set})
-    weights = _with_bandwidth(_with_staging(weights, size_limit), bandwidth_limit)
-    return _with_activation(_with_snapshots(weights, snapshots), activation)
+    return _with_activation(_with_snapshots(_with_staging(weights, size_limit), snapshots), activation)
 
 
 def _add_size_limit(text: str, size_limit: str | None) -> str:
@@ -73,26 +70,6 @@ def _with_staging(weights: Weights, size_limit: str | None) -> Weights:
     if weights.is_staged and weights.catch_up.disk:
         raise click.UsageError(
             "--transport Staged needs no catchUp.disk: an engine that restarts loads a copy of the version. Leave it out"
-        )
-    return weights.model_copy(update={"staging": staging})
-
-
-def _with_bandwidth(weights: Weights, limit: str | None) -> Weights:
-    """Return the settings with ``--staging-bandwidth-limit``. The rules are those of the custom resource."""
-    staging = weights.staging
-    if staging is None:
-        if limit is not None:
-            raise click.UsageError("--staging-bandwidth-limit belongs to --transport Staged: set the transport, or leave it out")
-        return weights
-    if limit is not None and staging.bandwidth_limit is None:
-        try:
-            staging = Staging(**staging.model_dump(exclude={"bandwidth_limit"}), bandwidth_limit=limit)
-        except ValidationError as error:
-            raise click.BadParameter(f"{error.errors()[0]['msg']}: write 500Mi", param_hint="--staging-bandwidth-limit") from None
-    if staging.bandwidth_bytes and staging.size_bytes * staging.fanout > staging.bandwidth_bytes * weights.deadlines.stage_seconds:
-        raise click.UsageError(
-            "--staging-bandwidth-limit is too low: a process must send --staging-size-limit bytes to staging.fanout processes within"
-            " deadlines.stageSeconds (--weights). Raise it"
         )
     return weights.model_copy(update={"staging": staging})
 

@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import socket
-import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -22,9 +21,8 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from sglang_rollout.staging.bandwidth import PART_BYTES, Bandwidth
 from sglang_rollout.staging.differences import most_bytes
-from sglang_rollout.staging.files import Writing, finish_in_thread, patch_range
+from sglang_rollout.staging.files import BATCH_BYTES, Writing, finish_in_thread, patch_range
 from sglang_rollout.staging.index import StagedError, StagedFault
 from sglang_rollout.wire.ports import BASE_HEADER
 
@@ -70,21 +68,6 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
-class _Pace:
-    """How fast a thread receives one piece."""
-
-    bandwidth: Bandwidth
-    is_cancelled: threading.Event
-
-    def wait_for_part(self, most: int) -> int:
-        """Wait until the next part may be received, and return its bytes. Raises ConnectionAbortedError if the call is cancelled."""
-        part, seconds = self.bandwidth.take_part(most)
-        if seconds and self.is_cancelled.wait(seconds):
-            raise ConnectionAbortedError("the call was cancelled")
-        return part
-
-
-@dataclass(frozen=True, slots=True)
 class Origin:
     """The same piece of another version, which this pod has."""
 
@@ -113,7 +96,6 @@ class PieceReader:
         parallel: Most pieces at a time.
         connect_seconds: Timeout of a connection.
         read_seconds: Time without a byte after which the answer has broken off.
-        bandwidth: Limit of what is received.
     """
 
     def __init__(
@@ -124,7 +106,6 @@ class PieceReader:
         parallel: int,
         connect_seconds: float,
         read_seconds: float,
-        bandwidth: Bandwidth | None = None,
     ) -> None:
         self.parent = parent
         parts = urlsplit(parent)
@@ -132,7 +113,6 @@ class PieceReader:
         self._headers = dict(headers)
         self._connect_seconds = connect_seconds
         self._read_seconds = read_seconds
-        self._bandwidth = bandwidth or Bandwidth()
         self._idle: list[HTTPConnection] = []
         self._threads = ThreadPoolExecutor(parallel, thread_name_prefix="pieces")
 
@@ -149,16 +129,14 @@ class PieceReader:
             BrokenAnswerError: The parent cannot be reached, or the answer breaks off.
             StagedError: The answer has another number of bytes, the difference is damaged, or a file cannot be read or written.
         """
-        asked = {} if origin is None else {BASE_HEADER: origin.version}
-        pace = _Pace(self._bandwidth, threading.Event())
         while True:
             is_used = bool(self._idle)
             connection = self._idle.pop() if is_used else await self._connect()
             try:
                 found = await finish_in_thread(
-                    partial(self._read, connection, path, asked, lambda answer: _receive_piece(target, origin, answer, pace)),
+                    partial(self._read, connection, path, target, origin),
                     executor=self._threads,
-                    on_cancel=partial(_shut_down, connection, pace),
+                    on_cancel=partial(_shut_down, connection),
                 )
             except _UnansweredError as error:
                 connection.close()
@@ -205,14 +183,9 @@ class PieceReader:
         connection.sock = connected
         return connection
 
-    def _read(
-        self,
-        connection: HTTPConnection,
-        path: str,
-        asked: Mapping[str, str],
-        receive: Callable[[HTTPResponse], Received],
-    ) -> Received:
-        """Send a request and read its answer. Runs in a thread."""
+    def _read(self, connection: HTTPConnection, path: str, target: Target, origin: Origin | None) -> Received:
+        """Send a request, and write the piece that its answer holds. Runs in a thread."""
+        asked = {} if origin is None else {BASE_HEADER: origin.version}
         try:
             connection.request("GET", path, headers={**self._headers, **asked})
             answer = connection.getresponse()
@@ -223,8 +196,7 @@ class PieceReader:
         try:
             if answer.status != 200:
                 raise _refusal(answer)
-            with self._bandwidth.transfer():
-                return receive(answer)
+            return _receive_piece(target, origin, answer)
         except TimeoutError:
             raise BrokenAnswerError(describe_silence(self._read_seconds)) from None
         except (OSError, HTTPException) as error:
@@ -235,34 +207,31 @@ class _UnansweredError(Exception):
     """The connection broke off before the first byte of an answer."""
 
 
-def _shut_down(connection: HTTPConnection, pace: _Pace) -> None:
+def _shut_down(connection: HTTPConnection) -> None:
     """End the thread that uses a connection: its wait ends, and its next call fails."""
-    pace.is_cancelled.set()
     used = connection.sock
     if used is not None:
         with suppress(OSError):  # the parent has closed it
             used.shutdown(socket.SHUT_RDWR)
 
 
-def _receive_piece(target: Target, origin: Origin | None, answer: HTTPResponse, pace: _Pace) -> Received:
+def _receive_piece(target: Target, origin: Origin | None, answer: HTTPResponse) -> Received:
     """Write the piece that an answer holds, or the one that follows from its difference."""
     if (version := answer.getheader(BASE_HEADER)) is not None:
-        return _receive_difference(answer, target, origin, version, pace)
-    return Received(_receive(answer, target, pace))
+        return _receive_difference(answer, target, origin, version)
+    return Received(_receive(answer, target))
 
 
-def _receive(answer: HTTPResponse, target: Target, pace: _Pace) -> str:
+def _receive(answer: HTTPResponse, target: Target) -> str:
     """Write an answer to its file in parts, and return the SHA-256."""
     if answer.length not in (None, target.size):
         raise _wrong_size(target.size, str(answer.length))
-    buffer, hashed, received = memoryview(bytearray(min(PART_BYTES, max(1, target.size)))), hashlib.sha256(), 0
-    allowed = 0
+    buffer, hashed, received = memoryview(bytearray(min(BATCH_BYTES, max(1, target.size)))), hashlib.sha256(), 0
     with Writing(target.file):
         file = target.file.open("r+b", buffering=0)
     with file:
         while received < target.size:
-            allowed = allowed or pace.wait_for_part(target.size - received)
-            count = answer.readinto(buffer[:allowed])
+            count = answer.readinto(buffer[: target.size - received])
             if not count:
                 if answer.length is None:
                     raise _wrong_size(target.size, str(received))
@@ -271,20 +240,19 @@ def _receive(answer: HTTPResponse, target: Target, pace: _Pace) -> str:
             hashed.update(part)
             _write(file.fileno(), part, target, received)
             received += count
-            allowed -= count
             target.on_bytes(count)
     if answer.readinto(buffer[:1]):
         raise _wrong_size(target.size, "more")
     return hashed.hexdigest()
 
 
-def _receive_difference(answer: HTTPResponse, target: Target, origin: Origin | None, version: str, pace: _Pace) -> Received:
+def _receive_difference(answer: HTTPResponse, target: Target, origin: Origin | None, version: str) -> Received:
     """Write the piece that follows from a difference."""
     if origin is None or version != origin.version:
         raise StagedError(f"A difference from version {version[:12]}… arrived, which was not asked for.", StagedFault.WRONG_BYTES)
     limit = most_bytes(target.size)
     difference, room = bytearray(), limit + 1
-    while room and (part := answer.read(pace.wait_for_part(room if answer.length is None else min(room, answer.length)))):
+    while room and (part := answer.read(min(BATCH_BYTES, room if answer.length is None else min(room, answer.length)))):
         difference += part
         room -= len(part)
         target.on_bytes(len(part))

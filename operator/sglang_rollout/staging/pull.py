@@ -15,7 +15,6 @@ from pathlib import Path
 import aiohttp
 from pydantic import ValidationError
 
-from sglang_rollout.staging.bandwidth import Bandwidth
 from sglang_rollout.staging.copies import Copy
 from sglang_rollout.staging.index import Index, StagedError, StagedFault
 from sglang_rollout.staging.piece_reader import (
@@ -54,7 +53,6 @@ async def pull(
     copy: Copy,
     base: Copy | None = None,
     *,
-    receiving: Bandwidth | None = None,
     patience: float = math.inf,
 ) -> VersionEnd:
     """Complete a copy, and return its end. A copy that is complete already is checked against ``request.digest``.
@@ -67,7 +65,6 @@ async def pull(
         request: What to copy, and from where.
         copy: The copy.
         base: A complete copy of another version: equal pieces come from it, and other pieces as differences if a parent has them.
-        receiving: Bandwidth at which pieces arrive; None: not limited.
         patience: Seconds without a new byte after which the copy fails, when each parent has been asked. If it is limited, the parents hold
             the whole version: one that has nothing new has lost it, and may itself wait for this pod.
 
@@ -77,7 +74,7 @@ async def pull(
     """
     if not request.parents:
         raise StagedError(f"Update {request.update} has no parent to copy from.")
-    work = _Pull(session, request, copy, base=base, receiving=receiving or Bandwidth(), patience=patience)
+    work = _Pull(session, request, copy, base=base, patience=patience)
     copy.note_failure("")
     try:
         async with asyncio.timeout(request.deadline):
@@ -115,7 +112,6 @@ class _Pull:
         copy: Copy,
         *,
         base: Copy | None,
-        receiving: Bandwidth,
         patience: float,
     ) -> None:
         self._session = session
@@ -123,7 +119,6 @@ class _Pull:
         self._copy = copy
         self._base = base
         self._patience = patience
-        self._receiving = receiving
         self._parents = [parent.rstrip("/") for parent in request.parents]
         self._silence_seconds = _FIRST_SILENCE_SECONDS
         self._problems: dict[str, str] = {}
@@ -174,8 +169,7 @@ class _Pull:
         message = (
             f"The copy of update {self._copy.update} is not complete after {self._request.deadline:g} s: {arrived}. {self._describe()}"
         )
-        is_slow = self._copy.bytes_received and not self._problems
-        return StagedError(f"{message.rstrip()} {self._receiving.describe_limit() if is_slow else ''}".rstrip(), StagedFault.LATE)
+        return StagedError(message.rstrip(), StagedFault.LATE)
 
     async def _try(self, parent: str) -> VersionEnd | None:
         """Copy from one parent. Return None if the next parent's turn has come."""
@@ -213,9 +207,8 @@ class _Pull:
     async def _copy_from(self, parent: str) -> VersionEnd:
         wanted: asyncio.Queue[Piece] = asyncio.Queue()
         reader = PieceReader(
-            parent, self._headers(), parallel=PARALLEL_PIECES, connect_seconds=_CONNECT_SECONDS, read_seconds=self._silence_seconds,
-            bandwidth=self._receiving,
-        )  # fmt: skip
+            parent, self._headers(), parallel=PARALLEL_PIECES, connect_seconds=_CONNECT_SECONDS, read_seconds=self._silence_seconds
+        )
         try:
             async with asyncio.TaskGroup() as group:
                 workers = [group.create_task(self._fetch_pieces(reader, wanted)) for _ in range(PARALLEL_PIECES)]

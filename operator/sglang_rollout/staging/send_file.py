@@ -13,7 +13,7 @@ from typing import IO
 
 from aiohttp import web
 
-from sglang_rollout.staging.bandwidth import Bandwidth
+from sglang_rollout.staging.files import BATCH_BYTES
 from sglang_rollout.staging.index import StagedError
 
 STALL_SECONDS = 30.0
@@ -22,9 +22,9 @@ _FLUSH_CHECK_SECONDS = 0.002
 
 
 async def send_file(
-    request: web.Request, file: IO[bytes], offset: int, size: int, *, bandwidth: Bandwidth, headers: Mapping[str, str] | None = None
+    request: web.Request, file: IO[bytes], offset: int, size: int, headers: Mapping[str, str] | None = None
 ) -> web.StreamResponse:
-    """Answer with ``size`` bytes of a file from ``offset`` on, at this bandwidth, and with these headers.
+    """Answer with ``size`` bytes of a file from ``offset`` on, and with these headers.
 
     Raises:
         ConnectionResetError: The reader is gone or has stalled, or the file is too short; the connection is closed.
@@ -38,8 +38,8 @@ async def send_file(
     try:
         await _flush(transport)
         # The number of the transport's own socket may belong to another connection once the transport is closed.
-        with socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno())) as connection, bandwidth.transfer():
-            await _send(connection, file, offset, size, bandwidth)
+        with socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno())) as connection:
+            await _send(connection, file, offset, size)
     except (OSError, TimeoutError) as error:
         transport.abort()  # the answer cannot be completed, and the reader must see that
         raise ConnectionResetError(f"{request.path}: the answer broke off: {error}") from error
@@ -50,8 +50,8 @@ async def send_file(
     return response
 
 
-async def send_bytes(request: web.Request, parts: AsyncIterator[bytes], size: int, *, bandwidth: Bandwidth) -> web.StreamResponse:
-    """Answer with ``size`` bytes that ``parts`` yields, at this bandwidth. What the first part raises is raised before the answer begins.
+async def send_bytes(request: web.Request, parts: AsyncIterator[bytes], size: int) -> web.StreamResponse:
+    """Answer with ``size`` bytes that ``parts`` yields. What the first part raises is raised before the answer begins.
 
     Raises:
         ConnectionResetError: The reader is gone or has stalled, or the bytes cannot be read to their end; the connection is closed.
@@ -63,11 +63,11 @@ async def send_bytes(request: web.Request, parts: AsyncIterator[bytes], size: in
     transport = request.transport
     sent = 0
     try:
-        with bandwidth.transfer():
-            while part:
-                await _write(response, part, bandwidth)
-                sent += len(part)
-                part = await anext(parts, b"")
+        while part:
+            async with asyncio.timeout(STALL_SECONDS):
+                await response.write(part)
+            sent += len(part)
+            part = await anext(parts, b"")
         if sent != size:
             raise ConnectionResetError("the file is too short")
     except (OSError, TimeoutError, StagedError) as error:
@@ -76,16 +76,6 @@ async def send_bytes(request: web.Request, parts: AsyncIterator[bytes], size: in
         raise ConnectionResetError(f"{request.path}: the answer broke off: {error}") from error
     await response.write_eof()
     return response
-
-
-async def _write(response: web.StreamResponse, part: bytes, bandwidth: Bandwidth) -> None:
-    position = 0
-    while position < len(part):
-        count, seconds = bandwidth.take_part(len(part) - position)
-        await asyncio.sleep(seconds)
-        async with asyncio.timeout(STALL_SECONDS):
-            await response.write(part[position : position + count])
-        position += count
 
 
 async def _flush(transport: asyncio.Transport) -> None:
@@ -98,22 +88,19 @@ async def _flush(transport: asyncio.Transport) -> None:
             await asyncio.sleep(_FLUSH_CHECK_SECONDS)
 
 
-async def _send(connection: socket.socket, file: IO[bytes], offset: int, size: int, bandwidth: Bandwidth) -> None:
+async def _send(connection: socket.socket, file: IO[bytes], offset: int, size: int) -> None:
     """Send the bytes in parts: a piece on a disk may have to be read first, which blocks all other requests."""
-    end, part_end = offset + size, offset
+    end = offset + size
     while offset < end:
-        if offset == part_end:
-            part, seconds = bandwidth.take_part(end - offset)
-            part_end += part
-            await asyncio.sleep(seconds)
         try:
-            count = os.sendfile(connection.fileno(), file.fileno(), offset, part_end - offset)
+            count = os.sendfile(connection.fileno(), file.fileno(), offset, min(BATCH_BYTES, end - offset))
         except BlockingIOError:
             await _wait_writable(connection)
             continue
         if not count:
             raise ConnectionResetError("the file is too short")
         offset += count
+        await asyncio.sleep(0)  # other requests have their turn
 
 
 async def _wait_writable(connection: socket.socket) -> None:

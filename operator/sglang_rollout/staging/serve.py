@@ -13,7 +13,6 @@ from typing import IO, Protocol
 
 from aiohttp import web
 
-from sglang_rollout.staging.bandwidth import Bandwidth
 from sglang_rollout.staging.copies import Copy
 from sglang_rollout.staging.index import StagedError
 from sglang_rollout.staging.send_file import send_bytes, send_file
@@ -40,14 +39,9 @@ class FindsCopies(Protocol):
         """Return the copy of an update; None if there is none."""
 
 
-def staging_routes(copies: FindsCopies, sending: Bandwidth | None = None) -> list[web.RouteDef]:
-    """Return the routes below ``STAGED``.
-
-    Args:
-        copies: The copies.
-        sending: Limit of the pieces that are sent; None: not limited.
-    """
-    routes = _Routes(copies, sending or Bandwidth())
+def staging_routes(copies: FindsCopies) -> list[web.RouteDef]:
+    """Return the routes below ``STAGED`` for these copies."""
+    routes = _Routes(copies)
     return [
         web.get(f"{STAGED}/{{update}}/index", answer_refusals(routes.index), allow_head=False),
         web.get(f"{STAGED}/{{update}}/pieces/{{shard}}/{{piece}}", answer_refusals(routes.piece), allow_head=False),
@@ -91,9 +85,8 @@ def path_number(request: web.Request, part: str) -> int:
 
 
 class _Routes:
-    def __init__(self, copies: FindsCopies, sending: Bandwidth) -> None:
+    def __init__(self, copies: FindsCopies) -> None:
         self._copies = copies
-        self._sending = sending
 
     async def index(self, request: web.Request) -> web.StreamResponse:
         """Return the entries from a position on; wait for one if there is none, unless the copy of this pod has failed."""
@@ -126,12 +119,12 @@ class _Routes:
         except (StagedError, FileNotFoundError):  # deleted at this moment
             raise self._unknown(request) from None
         with file:
-            return await send_file(request, file, offset, size, bandwidth=self._sending, headers=headers)
+            return await send_file(request, file, offset, size, headers)
 
     async def _send_snapshot(self, request: web.Request, copy: SnapshotCopy, shard: int, piece: int) -> web.StreamResponse:
         path, offset, size = copy.piece_location(shard, piece)
         try:
-            return await send_bytes(request, copy.volume.read(path, offset, size), size, bandwidth=self._sending)
+            return await send_bytes(request, copy.volume.read(path, offset, size), size)
         except FileNotFoundError:  # newer snapshots have replaced this one
             raise self._unknown(request) from None
         except ConnectionResetError:

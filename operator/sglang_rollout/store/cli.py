@@ -18,7 +18,6 @@ from sglang_rollout.internal.options import read_token_file
 from sglang_rollout.logs import configure_logging, logging_options
 from sglang_rollout.proxy.address import Address
 from sglang_rollout.proxy.listen import listen as listen_at
-from sglang_rollout.staging.bandwidth import Bandwidth
 from sglang_rollout.staging.copies import Copies
 from sglang_rollout.staging.index import StagedError
 from sglang_rollout.staging.serve import staging_routes
@@ -48,7 +47,6 @@ class Settings:
     state_dir: Path
     credentials: Credentials
     snapshots: SnapshotSettings | None = None
-    bandwidth_limit: int | None = None
 
 
 def _parse_address(_context: click.Context, _parameter: click.Parameter, text: str) -> Address:
@@ -99,14 +97,6 @@ def _parse_address(_context: click.Context, _parameter: click.Parameter, text: s
     help="File with the credentials of the weight store, one a line. All are accepted. Read again when it changes.",
 )
 @click.option(
-    "--staging-bandwidth-limit",
-    "bandwidth_limit",
-    type=click.IntRange(1),
-    metavar="BYTES",
-    show_default="not limited",
-    help="Most bytes per second that the weight store sends to agents, and that it receives from them.",
-)
-@click.option(
     "--snapshots",
     type=click.Path(path_type=Path),
     metavar="DIR",
@@ -152,11 +142,10 @@ async def _serve(settings: Settings, session: aiohttp.ClientSession, stop: async
     copies = Copies(settings.volume, settings.state_dir)
     receivers = Receivers()
     snapshots = Snapshots(settings.snapshots) if settings.snapshots is not None else None
-    store = Store(copies, receivers, session, snapshots, Bandwidth(settings.bandwidth_limit))
-    routes = staging_routes(store, Bandwidth(settings.bandwidth_limit))
+    store = Store(copies, receivers, session, snapshots)
     apps = (
         (make_control_app(store, settings.credentials, term), settings.listen),
-        (make_data_app(store, routes), settings.data_listen),
+        (make_data_app(store, staging_routes(store)), settings.data_listen),
         (make_metrics_app(store), settings.metrics_listen),
     )
     runners: list[web.AppRunner] = []

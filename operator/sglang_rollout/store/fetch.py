@@ -13,7 +13,6 @@ import aiohttp
 
 from sglang_rollout.checkpoints.folder import ProblemsError
 from sglang_rollout.checkpoints.snapshots import lock_snapshot
-from sglang_rollout.staging.bandwidth import Bandwidth
 from sglang_rollout.staging.copies import Copies, Copy
 from sglang_rollout.staging.index import StagedError, StagedFault
 from sglang_rollout.staging.pull import pull
@@ -37,13 +36,11 @@ class Fetcher:
     Args:
         copies: The versions.
         session: HTTP session for the agents.
-        receiving: Limit of the bytes that all copies receive from agents together.
     """
 
-    def __init__(self, copies: Copies, session: aiohttp.ClientSession, receiving: Bandwidth) -> None:
+    def __init__(self, copies: Copies, session: aiohttp.ClientSession) -> None:
         self._copies = copies
         self._session = session
-        self._receiving = receiving
         self._running: dict[str, asyncio.Task[Any]] = {}
 
     async def fetch(self, request: StageRequest, snapshot: SnapshotCopy | None = None) -> None:
@@ -59,11 +56,7 @@ class Fetcher:
         """
         await self._cancel(request.update)
         copy = self._copies.open(request.update, request.ticket, request.size_limit)
-        work = (
-            _load(request, snapshot, copy)
-            if snapshot
-            else pull(self._session, request, copy, receiving=self._receiving, patience=PATIENCE_SECONDS)
-        )
+        work = _load(request, snapshot, copy) if snapshot else pull(self._session, request, copy, patience=PATIENCE_SECONDS)
         end = await self._run(request.update, work)
         if snapshot is not None:
             log.info("Update %s was copied from its snapshot %s: %d bytes.", request.update, snapshot.folder, end.bytes)

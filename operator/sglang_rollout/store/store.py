@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable
 
 import aiohttp
 
-from sglang_rollout.staging.bandwidth import Bandwidth
 from sglang_rollout.staging.copies import Copies, Copy
 from sglang_rollout.staging.index import StagedError, StagedFault, piece_count, tensor_bytes
 from sglang_rollout.staging.snapshots import SnapshotCopy
@@ -57,21 +56,13 @@ class Store:
         receivers: The process groups.
         session: HTTP session for the agents.
         snapshots: Where committed versions are written; None: nowhere.
-        receiving: Limit of what is copied from agents.
     """
 
-    def __init__(
-        self,
-        copies: Copies,
-        receivers: Receivers,
-        session: aiohttp.ClientSession,
-        snapshots: Snapshots | None,
-        receiving: Bandwidth,
-    ) -> None:
+    def __init__(self, copies: Copies, receivers: Receivers, session: aiohttp.ClientSession, snapshots: Snapshots | None) -> None:
         self._copies = copies
         self._receivers = receivers
         self._snapshots = snapshots
-        self._fetcher = Fetcher(copies, session, receiving)
+        self._fetcher = Fetcher(copies, session)
         self.uploads = Uploads(copies)
         self.instance = uuid.uuid4().hex
         """Identifies this run of the process."""

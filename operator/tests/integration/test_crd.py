@@ -78,9 +78,6 @@ ACCEPTED: dict[str, dict[str, Any]] = {
     "one failure is enough": {"scheduling": {"avoidNodes": {"failures": 1, "withinSeconds": 60, "forSeconds": 60}}},
     "three failures in little more than two minutes": {"scheduling": {"avoidNodes": {"failures": 3, "withinSeconds": 121}}},
     "another label of a group": {"podTemplate": {"metadata": {"labels": {"scheduling.x-k8s.io/pod-group": "mine"}}}},
-    "a bandwidth that just suffices": {
-        "weights": {"transport": "Staged", "staging": {"sizeLimit": "6000Mi", "fanout": 2, "bandwidthLimit": "20Mi"}}
-    },
     "an account of its own": {"podTemplate": {"spec": {"serviceAccountName": "mine"}}},
     "nulls in the router's pod": {"router": {"podTemplate": {"spec": {"containers": None, "serviceAccountName": None, "overhead": None}}}},
     "a variable of smg": {

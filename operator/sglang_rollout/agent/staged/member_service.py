@@ -18,7 +18,6 @@ from sglang_rollout.agent.staged.stage import Stager, open_session
 from sglang_rollout.agent.staged.verdicts import VerdictFolder
 from sglang_rollout.credentials import Credentials
 from sglang_rollout.internal.requests import Handler, check_token, read_message
-from sglang_rollout.staging.bandwidth import Bandwidth
 from sglang_rollout.staging.copies import Copies, Copy
 from sglang_rollout.staging.index import Index
 from sglang_rollout.staging.serve import staging_routes
@@ -40,12 +39,11 @@ class _Attempt:
 class StagedMember:
     """Copies versions into a member pod, and reads the verdicts of its ranks. Create it with :func:`run_staged_member`."""
 
-    def __init__(self, copies: Copies, stager: Stager, verdicts: VerdictFolder, sending: Bandwidth) -> None:
+    def __init__(self, copies: Copies, stager: Stager, verdicts: VerdictFolder) -> None:
         self._copies = copies
         self._stager = stager
         self._verdicts = verdicts
         self._attempt: _Attempt | None = None
-        self._sending = sending
 
     def list_copies(self) -> list[StagedCopy]:
         """Return the versions in the memory of this pod."""
@@ -54,7 +52,7 @@ class StagedMember:
     def data_app(self) -> web.Application:
         """Return the application of the data port, which needs the tickets of the versions."""
         app = web.Application()
-        app.add_routes(staging_routes(self._copies, self._sending))
+        app.add_routes(staging_routes(self._copies))
         return app
 
     def routes(self, credentials: Credentials) -> list[web.RouteDef]:
@@ -126,16 +124,13 @@ def _with_token(handler: Handler, credentials: Credentials) -> Handler:
 
 
 @asynccontextmanager
-async def run_staged_member(
-    *, volume: Path, verdicts: Path, state: Path, bandwidth_limit: int | None = None
-) -> AsyncIterator[StagedMember]:
+async def run_staged_member(*, volume: Path, verdicts: Path, state: Path) -> AsyncIterator[StagedMember]:
     """Offer transport Staged in a member pod for the length of the block.
 
     Args:
         volume: Folder of the copies, which the engine's container reads.
         verdicts: Folder that the engine's container writes.
         state: Folder of the agent's records.
-        bandwidth_limit: Most bytes per second that this pod receives from other pods, and that it sends to them; None: not limited.
 
     Raises:
         StagedError: The volume cannot be written.
@@ -144,8 +139,8 @@ async def run_staged_member(
     async with open_session() as session:
         # The head pod names the copies that are being loaded among those to keep.
         saved = SavedVersions(state / "staged" / "versions")
-        stager = Stager(copies, saved, session, set, Bandwidth(bandwidth_limit))
+        stager = Stager(copies, saved, session, set)
         try:
-            yield StagedMember(copies, stager, VerdictFolder(verdicts), Bandwidth(bandwidth_limit))
+            yield StagedMember(copies, stager, VerdictFolder(verdicts))
         finally:
             await stager.close()

@@ -23,7 +23,6 @@ from sglang_rollout.agent.staged.ways import choose_way
 from sglang_rollout.agent.staged.written import WrittenTensors
 from sglang_rollout.internal.requests import deadline_of, read_message
 from sglang_rollout.proxy.address import Address
-from sglang_rollout.staging.bandwidth import Bandwidth
 from sglang_rollout.staging.copies import Copies
 from sglang_rollout.staging.serve import staging_routes
 from sglang_rollout.wire.agent import SyncRequest
@@ -45,7 +44,6 @@ class StagedService:
         own_copy: OwnCopyWatch,
         *,
         members: MemberPods | None,
-        sending: Bandwidth,
     ) -> None:
         self._copies = copies
         self._stager = stager
@@ -53,12 +51,11 @@ class StagedService:
         self.own_copy = own_copy
         self.members = members
         """The other pods of the engine; None for an engine of one pod."""
-        self._sending = sending
 
     def data_app(self) -> web.Application:
         """Return the application of the data port, which needs the tickets of the versions."""
         app = web.Application()
-        app.add_routes(staging_routes(self._copies, self._sending))
+        app.add_routes(staging_routes(self._copies))
         return app
 
     async def stage(self, request: web.Request, answer: Callable[[], Awaitable[web.Response]]) -> web.StreamResponse:
@@ -111,7 +108,6 @@ async def run_staged_service(
     model_path: str | None = None,
     head_pod: HeadPod | None = None,
     data_address: Address | None = None,
-    bandwidth_limit: int | None = None,
 ) -> AsyncIterator[StagedService]:
     """Offer transport Staged for the length of the block.
 
@@ -125,7 +121,6 @@ async def run_staged_service(
         model_path: Model that the engine was started with; None if only the engine knows it.
         head_pod: The agent's role in an engine with several pods; None for an engine of one pod.
         data_address: With ``head_pod``: where the other pods of the engine find the copies of this pod.
-        bandwidth_limit: Most bytes per second that this pod receives from other pods, and that it sends to them; None: not limited.
 
     Raises:
         StagedError: The volume cannot be written.
@@ -139,11 +134,10 @@ async def run_staged_service(
         way = choose_way(agent.engine, folder, data_size=data_size, model_path=model_path)
         written, attempts = WrittenTensors(state), Attempts(folder, members)
         activator = Activator(agent, copies, saved, written, attempts, way=way, pipeline_size=pipeline_size)
-        stager = Stager(copies, saved, session, lambda: activator.updates_in_use, Bandwidth(bandwidth_limit))
+        stager = Stager(copies, saved, session, lambda: activator.updates_in_use)
         try:
             own_copy = OwnCopyWatch(agent, activator, saved)
-            sending = Bandwidth(bandwidth_limit)
-            yield StagedService(copies, stager, activator, own_copy, members=members, sending=sending)
+            yield StagedService(copies, stager, activator, own_copy, members=members)
         finally:
             await activator.close()
             await stager.close()

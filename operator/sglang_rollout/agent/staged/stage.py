@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import aiohttp
 
 from sglang_rollout.agent.staged.saved import SavedVersions
-from sglang_rollout.staging.bandwidth import Bandwidth
 from sglang_rollout.staging.copies import Copies, Copy
 from sglang_rollout.staging.index import StagedError, StagedFault
 from sglang_rollout.staging.pull import pull
@@ -64,7 +63,6 @@ class Stager:
         saved: What is remembered of each version; deleted with its copy.
         session: HTTP session for the parents.
         updates_in_use: Returns the updates whose copies are being loaded, which no call deletes.
-        receiving: Limit of the bytes that all copies receive together.
     """
 
     def __init__(
@@ -73,13 +71,11 @@ class Stager:
         saved: SavedVersions,
         session: aiohttp.ClientSession,
         updates_in_use: Callable[[], set[str]],
-        receiving: Bandwidth,
     ) -> None:
         self._copies = copies
         self._saved = saved
         self._session = session
         self._updates_in_use = updates_in_use
-        self._receiving = receiving
         self._running: dict[str, _Copying] = {}
         self._lock = asyncio.Lock()
 
@@ -137,7 +133,7 @@ class Stager:
                 raise StagedError(f"The copy of update {request.update} is being loaded, and has another digest.", StagedFault.WRONG_DIGEST)
             base = self._copies.newest_besides(request.update)
             patience = math.inf if request.version is None else _PATIENCE_SECONDS
-            work = pull(self._session, request, copy, base, receiving=self._receiving, patience=patience)
+            work = pull(self._session, request, copy, base, patience=patience)
             task = asyncio.create_task(work, name=f"copy of update {request.update}")
             task.add_done_callback(_log_failure)
             self._running[request.update] = _Copying(request, task)
@@ -149,8 +145,7 @@ class Stager:
             return
         await asyncio.wait({task}, timeout=max(0.0, seconds))
         if not task.done():
-            message = f"The copy of update {update} is not complete in time; it continues. {self._receiving.describe_limit()}"
-            raise StagedError(message.rstrip(), StagedFault.LATE)
+            raise StagedError(f"The copy of update {update} is not complete in time; it continues.", StagedFault.LATE)
         if task.cancelled():
             raise StagedError(f"The copy of update {update} was ended by another call.", StagedFault.DELETED)
         task.result()

@@ -72,14 +72,7 @@ def agent_arguments(rollout: SGLangRollout) -> list[str]:
         *("--data-listen", f"[::]:{STAGING_PORT}"),
         *("--pipeline-size", str(sizes.pipeline)),
         *(("--data-size", str(sizes.data)) if sizes.data > 1 else ()),
-        *bandwidth_arguments(staging),
     ]
-
-
-def bandwidth_arguments(staging: Staging) -> list[str]:
-    """Return the arguments of an agent and of the weight store that limit what their pod sends and receives."""
-    limit = staging.bandwidth_bytes
-    return [] if limit is None else ["--staging-bandwidth-limit", str(limit)]
 
 
 def agent_ports(rollout: SGLangRollout) -> Object:
@@ -94,8 +87,8 @@ def engine_arguments(rollout: SGLangRollout) -> list[str]:
 
 def pod_revision(rollout: SGLangRollout) -> Object:
     """Return the settings that change an engine pod; empty with another transport."""
-    staging, fields = staging_of(rollout), {"copies", "size_limit", "medium", "bandwidth_limit"}
-    return {} if staging is None else staging.model_dump(mode="json", by_alias=True, include=fields, exclude_none=True)
+    staging, fields = staging_of(rollout), {"copies", "size_limit", "medium"}
+    return {} if staging is None else staging.model_dump(mode="json", by_alias=True, include=fields)
 
 
 def _has_loader(rollout: SGLangRollout) -> bool:

@@ -17,7 +17,7 @@ from sglang_rollout.controller.render.engines import engine_template
 from sglang_rollout.controller.render.hashing import digest
 from sglang_rollout.controller.render.placement import store_placement
 from sglang_rollout.controller.render.resources import own_resources
-from sglang_rollout.controller.render.staging import add_staged_bytes, bandwidth_arguments, staged_volume, staging_of
+from sglang_rollout.controller.render.staging import add_staged_bytes, staged_volume, staging_of
 from sglang_rollout.controller.render.storage import volume_source
 from sglang_rollout.wire.ports import METRICS_PORT, STAGING_PORT, STORE_HEALTH, STORE_PORT
 
@@ -154,7 +154,6 @@ def _store(rollout: SGLangRollout, staging: Staging, store: Store) -> Object:
             *("--volume", names.STAGED_DIR),
             *("--state-dir", names.STORE_STATE_DIR),
             *("--token-file", names.TOKEN_FILE),
-            *bandwidth_arguments(staging),
             *_snapshot_arguments(rollout, store),
         ],
         "env": [common.HOME_ENV, {"name": "PYTHONUNBUFFERED", "value": "1"}, *_network_variables(rollout)],

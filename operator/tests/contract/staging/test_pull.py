@@ -218,7 +218,7 @@ async def test_a_parent_without_news_is_replaced_if_the_store_has_some(
 async def test_a_parent_that_receives_slowly_is_kept(
     pods: list[Pod], tmp_path: Path, data: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a low limit of the bandwidth a piece takes longer than a question for new entries."""
+    """Over a slow network a piece takes longer than a question for new entries."""
     monkeypatch.setattr(pulling, "POLL_SECONDS", 0.1)
     peer, store = pods
     peer.copy.add_shard(SHARDS[0])

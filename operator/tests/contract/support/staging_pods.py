@@ -11,7 +11,6 @@ from pathlib import Path
 import aiohttp
 from aiohttp import web
 
-from sglang_rollout.staging.bandwidth import Bandwidth
 from sglang_rollout.staging.copies import Copies, Copy
 from sglang_rollout.staging.pull import pull
 from sglang_rollout.staging.serve import staging_routes
@@ -56,7 +55,7 @@ class Pod:
 
 
 @asynccontextmanager
-async def run_pod(folder: Path, fault: Fault | None = None, sending: Bandwidth | None = None) -> AsyncIterator[Pod]:
+async def run_pod(folder: Path, fault: Fault | None = None) -> AsyncIterator[Pod]:
     copies = Copies(folder / "volume", folder / "state")
     pods: list[Pod] = []
 
@@ -66,7 +65,7 @@ async def run_pod(folder: Path, fault: Fault | None = None, sending: Bandwidth |
         return await (handler(request) if pods[0].fault is None else pods[0].fault(request, handler))
 
     app = web.Application(middlewares=[faulty])
-    app.add_routes(staging_routes(copies, sending))
+    app.add_routes(staging_routes(copies))
     runner = web.AppRunner(app, shutdown_timeout=0.01)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -84,9 +83,9 @@ def stage_request(parents: Sequence[Pod | str], *, digest: str = "", deadline: f
     return StageRequest(update=update_id(), parents=urls, ticket=ticket, size_limit=LIMIT, digest=digest, deadline=deadline)
 
 
-async def pull_into(copy: Copy, request: StageRequest, base: Copy | None = None, receiving: Bandwidth | None = None) -> VersionEnd:
+async def pull_into(copy: Copy, request: StageRequest, base: Copy | None = None) -> VersionEnd:
     async with aiohttp.ClientSession() as session:
-        return await pull(session, request, copy, base, receiving=receiving)
+        return await pull(session, request, copy, base)
 
 
 async def get(url: str, path: str, ticket: str = TICKET) -> tuple[int, bytes, dict[str, str]]:

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -81,15 +80,6 @@ def memory(container: Object) -> tuple[str, str]:
 
 
 # --- objects -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("limit", "count"), [("512Mi", 2**29), ("1Ki", 1024), ("1k", 1000), ("7", 7), ("2T", 2 * 10**12)])
-def test_agents_and_the_weight_store_know_the_limit_of_the_bandwidth(limit: str, count: int) -> None:
-    wanted = rollout(staging={**STAGING, "bandwidthLimit": limit})
-    for container in (agent_of(wanted), pod_of(wanted)["containers"][0]):
-        assert ("--staging-bandwidth-limit", str(count)) in pairwise(container["args"])
-    for container in (agent_of(rollout()), pod_of(rollout())["containers"][0]):
-        assert "--staging-bandwidth-limit" not in container["args"]
 
 
 def test_other_transports_have_no_store() -> None:
@@ -210,7 +200,7 @@ def test_an_engine_restarts_for_its_volume_and_not_for_the_rest_of_staging() -> 
     plain = revision(SGLangRollout.model_validate(cr()))
     assert revision(SGLangRollout.model_validate(cr(weights={"transport": "Disk"}))) == plain
     assert revision(rollout()) != plain
-    restarting = ({"copies": 1}, {"medium": "Disk"}, {"bandwidthLimit": "1Gi"})
+    restarting = ({"copies": 1}, {"medium": "Disk"})
     for changed in ({"sizeLimit": "21Gi"}, *({**STAGING, **each} for each in restarting)):
         assert revision(rollout(staging=changed)) != revision(rollout())
     assert revision(

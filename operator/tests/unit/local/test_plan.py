@@ -93,12 +93,6 @@ def test_transport_staged_adds_a_weight_store_and_data_ports() -> None:
     assert PLAN.intent().store is None
 
 
-def test_agents_and_the_weight_store_know_the_limit_of_the_bandwidth() -> None:
-    plan = replace(STAGED, weights=Weights(transport=Transport.STAGED, staging=Staging(size_limit="1Gi", bandwidth_limit="10M")))
-    limited = {child.name for child in plan.children(FOLDERS) if ("--staging-bandwidth-limit", "10000000") in pairwise(child.command)}
-    assert limited == {"local-engine-0-agent", "local-engine-1-agent", "local-store"}
-
-
 def test_every_process_is_a_target_of_prometheus_where_its_pod_serves_metrics() -> None:
     targets = {(str(target["labels"]["pod"]), str(target["labels"]["container"])): target for target in PLAN.scrape_targets()}  # type: ignore[index]
     assert len(targets) == len(PLAN.children(FOLDERS)) + len(ENGINES), "and the engines themselves"
