@@ -49,9 +49,7 @@ SUBCOMMANDS = {
         "Print the objects that the operator creates for an SGLangRollout.",
     ),
     "store": Subcommand("sglang_rollout.store.cli:command", "coordinator", "Run the weight store of transport Staged.", part=True),
-    "weights": Subcommand(
-        "sglang_rollout.weights.cli:command", "trainer", "List, verify, export and restore the weight versions of a fleet."
-    ),
+    "weights": Subcommand("sglang_rollout.weights.cli:command", "trainer", "List, verify and export the weight versions of a fleet."),
     "stand-in": Subcommand(
         "sglang_rollout.testing.__main__:command", "testing", "Run stand-ins for SGLang servers, for tests without GPUs."
     ),

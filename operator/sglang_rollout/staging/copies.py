@@ -298,29 +298,6 @@ class Copy:
         self.version = manifest.version
         delete_folders([self.folder / DIFFERENCES])  # it is not known from which version they differ
 
-    def link(self, source: Copy) -> None:
-        """Take over all shards and pieces of a complete copy of the same volume. The files are shared, so no bytes are copied.
-
-        Raises:
-            StagedError: This copy has shards already, the version is too large, or the files cannot be linked.
-        """
-        self._check_open()
-        if self.index.shards or not source.is_complete:
-            raise StagedError(
-                f"Update {self.update} cannot take over update {source.update}: it has begun, or the other one is not complete."
-            )
-        if source.index.bytes > self.size_limit:
-            raise too_large(source.index.bytes, self.size_limit)
-        for number, shard in enumerate(source.index.shards):
-            with Writing(self.shard_path(number)):
-                os.link(source.shard_path(number), self.shard_path(number))
-            self._data_starts.append(source.data_start(number))
-            self.index.add(IndexEntry(shard=shard))
-        for entry in source.index.entries:
-            if entry.piece is not None:
-                self.index.add(entry)
-        self._wake_waiters()
-
     # Follow
 
     async def wait_for_entries(self, position: int, seconds: float) -> None:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Coroutine
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import aiohttp
 
@@ -22,7 +22,6 @@ from sglang_rollout.wire.staged import StageRequest, VersionEnd
 
 log = logging.getLogger(__name__)
 
-_Result = TypeVar("_Result")
 PATIENCE_SECONDS = 3.0
 """Time without a new byte after which the agents are given up. They hold the whole version, so they have ended or cannot be reached.
 
@@ -41,7 +40,7 @@ class Fetcher:
     def __init__(self, copies: Copies, session: aiohttp.ClientSession) -> None:
         self._copies = copies
         self._session = session
-        self._running: dict[str, asyncio.Task[Any]] = {}
+        self._running: dict[str, asyncio.Task[VersionEnd]] = {}
 
     async def fetch(self, request: StageRequest, snapshot: SnapshotCopy | None = None) -> None:
         """Copy a version completely. A repeated call replaces the one before, and what has arrived stays.
@@ -61,15 +60,7 @@ class Fetcher:
         if snapshot is not None:
             log.info("Update %s was copied from its snapshot %s: %d bytes.", request.update, snapshot.folder, end.bytes)
 
-    async def load(self, copy: Copy, source: SnapshotCopy, seconds: float) -> None:
-        """Copy the shards and pieces of a snapshot into a version that has begun. The coordinator declares it complete.
-
-        Raises:
-            StagedError: The snapshot is damaged, the deadline has passed, or the version was dropped meanwhile.
-        """
-        await self._run(copy.update, _load_before_deadline(source, copy, seconds))
-
-    async def _run(self, update: str, work: Coroutine[Any, Any, _Result]) -> _Result:
+    async def _run(self, update: str, work: Coroutine[Any, Any, VersionEnd]) -> VersionEnd:
         """Run the copy of an update, which :meth:`keep` may end."""
         task = asyncio.create_task(work, name=f"copy of update {update}")
         self._running[update] = task

@@ -16,7 +16,6 @@ import aiohttp
 
 from sglang_rollout.staging.copies import Copies, Copy
 from sglang_rollout.staging.index import StagedError, StagedFault, piece_count, tensor_bytes
-from sglang_rollout.staging.snapshots import SnapshotCopy
 from sglang_rollout.store.fetch import Fetcher
 from sglang_rollout.store.receivers import ReceiverError, Receivers
 from sglang_rollout.store.snapshots import Snapshots
@@ -75,7 +74,6 @@ class Store:
         self._committed = ""
         self._readable: OrderedDict[str, Copy] = OrderedDict()
         """Snapshots that readers with a ticket may read."""
-        self._loads: set[asyncio.Task[None]] = set()
 
     def status(self) -> StoreStatus:
         """Return the versions, the snapshots and the open process groups."""
@@ -96,16 +94,14 @@ class Store:
             RefusedError: The version has other shards already, its update has failed, or ``base`` is missing or has other shards.
         """
         self._check_base(request)
-        await self.drop([*request.keep, request.update, *filter(None, [request.source])])
+        await self.drop([*request.keep, request.update])
         known = self._copies.get(request.update)
         if known is None:
             self._check_failure(request.update)
-        elif known.index.shards != request.shards and (known.index.shards or not request.source):  # those of a source may follow
+        elif known.index.shards != request.shards:
             raise _conflict(f"Update {request.update} has begun already, with other shards.")
         copy = self._copies.open(request.update, request.ticket, request.size_limit)
-        if known is None and request.source:
-            await self._bring_again(copy, request)
-        elif known is None:
+        if known is None:
             await self._add_shards(copy, request.shards)
         if request.upload_ticket:
             self.uploads.allow(request.update, request.upload_ticket, request.upload_seconds, request.base)
@@ -213,7 +209,7 @@ class Store:
         self._committed = request.update
 
     async def read(self, request: StoreReadRequest) -> StoreReadReply:
-        """Let readers with a ticket read a complete version, in memory or on the volume, and describe it.
+        """Let readers with the ticket read a complete version, in memory or on the volume, and describe it.
 
         Raises:
             RefusedError: There is no such version.
@@ -221,19 +217,17 @@ class Store:
         """
         copy = self._copies.get(request.update)
         if copy is not None and copy.is_complete:
-            if request.ticket:
-                self._copies.open(request.update, request.ticket, copy.size_limit)
+            self._copies.open(request.update, request.ticket, copy.size_limit)
         else:
             copy = await self._require_snapshots().open(request.update, request.ticket)
-            if request.ticket:
-                self._readable[request.update] = copy
-                self._readable.move_to_end(request.update)
-                while len(self._readable) > _MAX_READABLE:
-                    self._readable.popitem(last=False)
+            self._readable[request.update] = copy
+            self._readable.move_to_end(request.update)
+            while len(self._readable) > _MAX_READABLE:
+                self._readable.popitem(last=False)
         end = copy.index.end
         if end is None:
             raise _conflict(f"The version of update {request.update} is not complete.")
-        return StoreReadReply(shards=copy.index.shards, version=copy.version, digest=end.digest, bytes=end.bytes)
+        return StoreReadReply(version=copy.version, digest=end.digest, bytes=end.bytes)
 
     async def verify(self, request: StoreVerifyRequest) -> StoreVerifyReply:
         """Read all files of a snapshot, and compare them with their digests. Raises RefusedError if there is no such snapshot."""
@@ -276,34 +270,6 @@ class Store:
         except StagedError:
             await self._delete(copy.update)
             raise
-
-    async def _bring_again(self, copy: Copy, request: StoreOpenRequest) -> None:
-        """Take the version of an earlier update: at once if it is in memory, or in the background from its snapshot."""
-        try:
-            held = self._copies.get(request.source)
-            if held is not None and held.is_complete:
-                copy.link(held)
-                await self.drop([*request.keep, request.update])
-                return
-            await self.drop([*request.keep, request.update])
-            source = await self._require_snapshots().open(request.source)
-            await self._add_shards(copy, source.index.shards)
-        except (StagedError, RefusedError):
-            await self._delete(copy.update)
-            raise
-        task = asyncio.create_task(self._load(copy, source, request.upload_seconds), name=f"load of update {source.update}")
-        self._loads.add(task)
-        task.add_done_callback(self._loads.discard)
-
-    async def _load(self, copy: Copy, source: SnapshotCopy, seconds: float) -> None:
-        try:
-            await self._fetcher.load(copy, source, seconds)
-        except (StagedError, OSError) as error:
-            if copy.is_deleted:
-                return
-            if isinstance(error, StagedError) and error.fault is StagedFault.WRONG_DIGEST and self._snapshots is not None:
-                self._snapshots.note_damage(source.update, str(error))
-            await self._fail(copy.update, str(error))
 
     def _require_snapshots(self) -> Snapshots:
         """Return the snapshots. Raises RefusedError if the store has none."""

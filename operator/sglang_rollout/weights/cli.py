@@ -1,4 +1,4 @@
-"""``sglang-rollout weights``: list, verify, export and restore versions, over the fleet's URL or where the snapshots' volume is mounted."""
+"""``sglang-rollout weights``: list, verify and export versions, over the fleet's URL or where the snapshots' volume is mounted."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import click
 
 from sglang_rollout.checkpoints.folder import ProblemsError
 from sglang_rollout.checkpoints.snapshots import find_changes
-from sglang_rollout.staging.choose import NoSuchVersionError, choose_version
 from sglang_rollout.staging.copies import Copy
 from sglang_rollout.staging.index import StagedError
 from sglang_rollout.trainer.calls import Http
 from sglang_rollout.trainer.credentials import find_credentials
 from sglang_rollout.trainer.errors import FleetError
+from sglang_rollout.weights.choose import NoSuchVersionError, choose_version
 from sglang_rollout.weights.fleet import FleetWeights, Row, list_rows
 from sglang_rollout.weights.folder import ExportError, copy_snapshot, find_snapshot, list_folder, new_folder, write_index
 
@@ -43,9 +43,9 @@ def _of_folder(command: _F) -> _F:
     return click.option("--snapshots", type=click.Path(exists=True, file_okay=False, path_type=Path), metavar="DIR", help=text)(command)
 
 
-@click.group(name="weights", short_help="List, verify, export and restore the weight versions of a fleet.")
+@click.group(name="weights", short_help="List, verify and export the weight versions of a fleet.")
 def command() -> None:
-    """List, verify, export and restore the versions of a fleet with weights.transport Staged.
+    """List, verify and export the versions of a fleet with weights.transport Staged.
 
     VERSION is a label, run/step, or the ID of an update. Calls to a fleet are control calls: they need the rights of a trainer.
     The token is that of --token-file, or of the variable SGLANG_ROLLOUT_TOKEN_FILE or SGLANG_ROLLOUT_TOKEN.
@@ -134,28 +134,6 @@ def export(
     click.echo(f"{target} has version {version}.")
     if model is None and not (target / "config.json").exists():
         click.echo("It has no config and no tokenizer, because no trainer sends them: copy them from the model, or use --model.")
-
-
-@command.command("restore")
-@click.argument("version")
-@_of_fleet
-@click.option("--label", metavar="TEXT", help="Label of the new version. [default: <label of VERSION>-restored-<new step>]")
-@click.option("--take-over", is_flag=True, help="Although another trainer holds the fleet.")
-@click.option("--timeout", type=click.FloatRange(min=1), default=1800.0, show_default=True, metavar="SECONDS", help="How long it may take.")
-def restore(
-    *, version: str, url: str | None, token_file: Path | None, ca: Path | None, label: str | None, take_over: bool, timeout: float
-) -> None:
-    """Serve an earlier version again.
-
-    VERSION is a label, run/step, or the ID of an update. It becomes a new version, which the fleet stages, tries and commits like a push.
-    """
-    with _errors():
-        found = _fleet(url, token_file, ca).restore(version, label, timeout, take_over=take_over)
-    committed = found.get("committed") or {}
-    number = f"{committed.get('run')}/{committed.get('step')}"
-    click.echo(f"The fleet serves version {version} again, as version {number} with label {committed.get('label')}.")
-    for engine, why in (found.get("fenced") or {}).items():
-        click.echo(f"Engine {engine} has not loaded it yet: {why}")
 
 
 def _only_folder(url: str | None) -> bool:

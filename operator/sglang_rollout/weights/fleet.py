@@ -1,29 +1,26 @@
-"""Calls to a fleet about its versions: what is where, the bytes of one, checks of snapshots, and an earlier version as a new one."""
+"""Calls to a fleet about its versions: what is where, the bytes of one, and checks of snapshots."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
 
 from pydantic import ValidationError
 
-from sglang_rollout.staging.choose import choose_version
 from sglang_rollout.staging.copies import Copy
 from sglang_rollout.staging.index import StagedError
-from sglang_rollout.trainer.calls import Deadline, Http
-from sglang_rollout.trainer.errors import FleetError, FleetRefused, is_temporary
-from sglang_rollout.wire.ports import FLEET, FLEET_CLAIM, FLEET_UPDATES, STAGED, TICKET_HEADER
-from sglang_rollout.wire.staged import IndexReply, Piece, UploadStatus
+from sglang_rollout.trainer.calls import Http
+from sglang_rollout.trainer.errors import FleetError, FleetRefused
+from sglang_rollout.weights.choose import choose_version
+from sglang_rollout.wire.ports import FLEET, FLEET_UPDATES, STAGED, TICKET_HEADER
+from sglang_rollout.wire.staged import IndexReply, Piece
 from sglang_rollout.wire.states import Version
 from sglang_rollout.wire.trainer import FleetDocument
 
 CALL_SECONDS = 60.0
 VERIFY_SECONDS = 660.0
 """Longer than the coordinator waits for the weight store."""
-POLL_SECONDS = 0.5
 PARALLEL_PIECES = 4
 """Pieces that are downloaded at a time."""
 
@@ -122,55 +119,6 @@ class FleetWeights:
         if copy.index.seal().digest != fleet.get("digest"):
             raise StagedError(f"The bytes of update {update} do not have the digest {str(fleet.get('digest'))[:12]}…. Export it again.")
 
-    def restore(self, name: str, label: str | None, seconds: float, *, take_over: bool) -> dict[str, Any]:
-        """Make an earlier version a new one, and return what the fleet says when it is committed.
-
-        Raises:
-            FleetError: The fleet refused a call, or did not commit in time. Until the commit nothing has changed.
-        """
-        if take_over:
-            self._http.post(FLEET_CLAIM, {"take_over": True}, timeout=CALL_SECONDS)
-        deadline = Deadline(seconds)
-        begun = self._http.post(FLEET_UPDATES, {"from": name, "label": label}, timeout=CALL_SECONDS)["fleet"]
-        path = f"{FLEET_UPDATES}/{begun['update']}"
-        try:
-            self._wait_for_pieces(path, {TICKET_HEADER: str(begun["ticket"])}, deadline)
-            while True:
-                reply = self._commit(path, deadline)
-                fleet = dict(reply.get("fleet") or {})
-                if fleet.get("state") == "committed":
-                    return {**fleet, "message": reply.get("message", "")}
-                _check(deadline, "commit the version")
-                time.sleep(POLL_SECONDS)
-        except BaseException:  # also when the user ends the command
-            self._withdraw(path)
-            raise
-
-    def _commit(self, path: str, deadline: Deadline) -> dict[str, Any]:
-        """Ask for the commit, and return the answer. A fleet that has too few engines now, or whose coordinator is away, is asked again."""
-        try:
-            return self._http.post(f"{path}/commit", {"wait": "committed"}, timeout=max(1.0, deadline.remaining))
-        except FleetError as error:
-            if not is_temporary(error) or deadline.remaining <= 0:
-                raise
-            return {}
-
-    def _withdraw(self, path: str) -> None:
-        """Give up an update that was begun here. If it has ended, or the fleet is away, there is nothing to give up."""
-        try:
-            self._http.delete(path, timeout=CALL_SECONDS)
-        except FleetError:
-            return
-
-    def _wait_for_pieces(self, path: str, headers: dict[str, str], deadline: Deadline) -> None:
-        """Wait until the weight store has all pieces. A store that gave up says why when the update is committed."""
-        while True:
-            answer = self._http.send("GET", path, None, timeout=CALL_SECONDS, headers=headers)
-            if not answer.ok or not UploadStatus.model_validate(answer.json()).missing:
-                return
-            _check(deadline, "load the version")
-            time.sleep(POLL_SECONDS)
-
     def _read_index(self, update: str, headers: dict[str, str]) -> Iterator[IndexReply]:
         position = 0
         while True:
@@ -183,11 +131,6 @@ class FleetWeights:
             if not reply.entries or reply.entries[-1].end is not None:
                 return
             position = reply.next
-
-
-def _check(deadline: Deadline, what: str) -> None:
-    if deadline.has_passed:
-        raise FleetError(f"The fleet did not {what} within {deadline.seconds:g} s. GET {FLEET} shows what it does.")
 
 
 def list_rows(document: FleetDocument) -> list[Row]:

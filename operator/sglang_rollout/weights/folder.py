@@ -13,7 +13,7 @@ from sglang_rollout.checkpoints.folder import CONFIG, INDEX
 from sglang_rollout.checkpoints.publish import copy_model_files, read_chunks, write_file
 from sglang_rollout.checkpoints.snapshots import MANIFEST, Snapshot, list_snapshots, lock_snapshot
 from sglang_rollout.staging import copies
-from sglang_rollout.staging.choose import NoSuchVersionError, choose_version
+from sglang_rollout.weights.choose import NoSuchVersionError, choose_version
 from sglang_rollout.weights.fleet import Row
 from sglang_rollout.wire.states import Version
 

@@ -197,8 +197,6 @@ class StoreOpenRequest(Message):
     size_limit: int = Field(ge=1)
     shards: list[Shard] = Field(default_factory=list)
     """All shards of an upload. Shards from a process group are added as their tensors are announced."""
-    source: str = ""
-    """ID of the update whose version the store itself brings again, from its memory or from a snapshot; empty: an uploader sends it."""
     base: str = Field(default="", pattern=f"^$|{DIGEST_PATTERN}")
     """Digest of a complete version with the same shards: pieces of an upload may come as differences from it. Empty: all come whole."""
     keep: list[str] = Field(default_factory=list)
@@ -258,14 +256,13 @@ class StoreReadRequest(Message):
     """Let readers with a ticket read a version at the data port, also one that is only a snapshot."""
 
     update: str = Field(pattern=UPDATE_PATTERN)
-    ticket: str = ""
-    """Ticket that the readers present; empty: the call only describes the version."""
+    ticket: str = Field(min_length=1)
+    """Ticket that the readers present."""
 
 
 class StoreReadReply(Message):
     """A version of the store."""
 
-    shards: list[Shard]
     version: Version | None = None
     digest: str
     bytes: int

@@ -53,10 +53,6 @@ from sglang_rollout.wire.trainer import ControlReply
 MAX_FLUSH_SECONDS = 60.0
 STAGED, COMMITTED = "staged", "committed"
 """Values of ``wait`` in ``POST /fleet/updates/{update}/commit``: the state of the version in which the call is answered."""
-FROM = "from"
-"""Field of ``POST /fleet/updates``: the version that the weight store brings again."""
-MAX_NAME_CHARACTERS = 300
-"""Longest name of a version in it."""
 MAX_ADAPTER_CHARACTERS = 256
 MAX_PATH_CHARACTERS = 4096
 ADAPTER_FIELDS = ("lora_name", "lora_path", "pinned")
@@ -133,18 +129,6 @@ def _base(body: Fields) -> str:
     if not isinstance(base, str) or re.fullmatch(f"|{DIGEST_PATTERN}", base) is None:
         raise RefusedError(f"base {quote_value(base)} is no digest: use the digest of the committed version in store.copies of GET /fleet.")
     return base
-
-
-def restore(body: Fields) -> tuple[str, str | None]:
-    """``POST /fleet/updates`` with ``from``: the name of an earlier version, and the label of the new one."""
-    name = body.get(FROM)
-    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARACTERS:
-        raise RefusedError(
-            f"from must be the label, the run/step or the update of a version: a text of 1 to {MAX_NAME_CHARACTERS} characters."
-        )
-    if body.keys() & {"shards", "base"}:
-        raise RefusedError("from takes no shards and no base: the weight store has the tensors.")
-    return name, _label(body.get("label"), "label")
 
 
 def commit_upload(update: str, body: Fields) -> CommitUpload:

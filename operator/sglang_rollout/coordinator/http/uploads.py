@@ -1,4 +1,4 @@
-"""Routes of versions in the weight store (transport Staged): uploads, an earlier version as a new one, and reads.
+"""Routes of versions in the weight store (transport Staged): uploads and reads.
 
 The pieces go to the weight store and come from there, never through the coordinator.
 """
@@ -14,14 +14,11 @@ from aiohttp import web
 from sglang_rollout.coordinator.http import dialects
 from sglang_rollout.coordinator.http.app import CALLER, PARTS, Parts
 from sglang_rollout.coordinator.http.control import answer_to, reply_to
-from sglang_rollout.coordinator.update.requests import Body, Upload, WithdrawUpload
+from sglang_rollout.coordinator.update.requests import Body, WithdrawUpload
 from sglang_rollout.coordinator.update.store import STORE
-from sglang_rollout.staging.choose import NoSuchVersionError, choose_version
-from sglang_rollout.wire.arguments import MAX_LABEL_CHARACTERS
 from sglang_rollout.wire.ports import FLEET, FLEET_UPDATES, STAGED, STORE_READ, STORE_VERIFY
 from sglang_rollout.wire.reasons import RefusedError, quote_value
 from sglang_rollout.wire.staged import UPDATE_PATTERN, StoreReadReply, StoreReadRequest, StoreVerifyReply, StoreVerifyRequest
-from sglang_rollout.wire.states import Version
 from sglang_rollout.wire.trainer import ControlReply
 
 AT_STORE = (
@@ -37,12 +34,8 @@ MARGIN_SECONDS = 5.0
 
 
 async def open_upload(request: web.Request) -> web.Response:
-    """``POST /fleet/updates``. The answer has the ticket that the weight store demands of the uploader.
-
-    With ``from`` the weight store itself brings an earlier version again.
-    """
-    body, parts = dialects.parse(await request.read()), request.app[PARTS]
-    asked = await _ask_again(parts, body) if dialects.FROM in body else dialects.upload(body)
+    """``POST /fleet/updates``. The answer has the ticket that the weight store demands of the uploader."""
+    parts, asked = request.app[PARTS], dialects.upload(dialects.parse(await request.read()))
     answer = await parts.driver.ask(asked, str(request[CALLER]))
     if answer.success:
         ticket = parts.agents.upload_ticket(str(answer.fleet["update"]))
@@ -66,7 +59,8 @@ async def read_version(request: web.Request) -> web.Response:
     await request.read()
     parts, update = request.app[PARTS], _update(request)
     ticket = parts.agents.read_ticket(update)
-    found = await _describe_version(parts, update, ticket)
+    body = StoreReadRequest(update=update, ticket=ticket).model_dump(mode="json")
+    found = StoreReadReply.model_validate(await _call_store(parts, STORE_READ, body, READ_SECONDS))
     version = found.version.model_dump(mode="json") if found.version is not None else None
     details = {"update": update, "ticket": ticket, "digest": found.digest, "bytes": found.bytes, "version": version}
     reply = ControlReply(success=True, message=f"Read the index and the pieces below {STAGED}/{update}.", fleet=details)
@@ -81,37 +75,6 @@ async def verify_snapshot(request: web.Request) -> web.Response:
     message = " ".join(found.problems) or "All files have their digests."
     reply = ControlReply(success=not found.problems, message=message, fleet={"problems": found.problems})
     return web.json_response(reply.model_dump(mode="json", exclude_none=True))
-
-
-async def _ask_again(parts: Parts, body: dialects.Fields) -> Upload:
-    """Return the request that makes an earlier version a new one. Raises RefusedError if the store does not have that version."""
-    name, label = dialects.restore(body)
-    status = parts.machine.fleet.store.status if parts.machine.fleet.store is not None else None
-    if status is None:
-        raise RefusedError(
-            f"{FLEET_UPDATES}: the weight store does not answer, or the fleet has none (weights.transport Staged).", status=503
-        )
-    known: dict[str, Version | None] = {copy.update: copy.version for copy in status.copies if copy.digest}
-    known |= {each.update: each.version for each in (status.snapshots.snapshots if status.snapshots else []) if not each.problem}
-    try:
-        update = choose_version(name, known)
-    except NoSuchVersionError as error:
-        raise RefusedError(str(error), status=404) from None
-    found = await _describe_version(parts, update)
-    version = found.version or known[update]
-    return Upload(tuple(found.shards), label or _label_again(parts, version), source=update)
-
-
-def _label_again(parts: Parts, version: Version | None) -> str:
-    """Return the label of a version that is served again: the earlier label, and the new step."""
-    earlier = re.sub(r"-restored-\d+$", "", version.label) if version is not None else "version"
-    step = parts.machine.fleet.weights.next_version("restored").step
-    return f"{earlier[: MAX_LABEL_CHARACTERS - 32]}-restored-{step}"
-
-
-async def _describe_version(parts: Parts, update: str, ticket: str = "") -> StoreReadReply:
-    body = StoreReadRequest(update=update, ticket=ticket).model_dump(mode="json")
-    return StoreReadReply.model_validate(await _call_store(parts, STORE_READ, body, READ_SECONDS))
 
 
 async def _call_store(parts: Parts, path: str, body: Body, seconds: float) -> Any:

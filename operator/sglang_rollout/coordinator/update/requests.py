@@ -124,8 +124,6 @@ class Upload:
 
     shards: tuple[Shard, ...]
     label: str | None = None
-    source: str = ""
-    """ID of the update whose version the weight store brings again; empty: the trainer sends the pieces."""
     base: str = ""
     """Digest of the committed version from which pieces may come as differences; empty: all come whole."""
 

@@ -1,7 +1,7 @@
 """Snapshots of the weight store: when it receives a commit, and what to do when no pod holds the committed version. Pure.
 
 The weight store receives the commit after the update has ended, beside other operations, so no update waits for a snapshot. After its
-restart it receives the commit again. A version older than the committed one is served only if a person or the trainer asks for it.
+restart it receives the commit again. A version older than the committed one is served only if a trainer pushes it.
 """
 
 from __future__ import annotations
@@ -76,6 +76,8 @@ def why_lost(fleet: Fleet) -> str:
     usable = [each for each in (store.status.snapshots.snapshots if store.status.snapshots else []) if not each.problem]
     named = ", ".join(f"{each.version} (label {each.version.label})" for each in usable[: -MAX_NAMED_SNAPSHOTS - 1 : -1])
     lost = f"No pod and no usable snapshot has the committed version {fleet.committed}: push again"
-    if not named:
-        return f"{lost}."
-    return f"{lost}, or serve an earlier version with sglang-rollout weights restore. Snapshots: {named}."
+    return (
+        f"{lost}, or write an earlier version into a folder with sglang-rollout weights export, and push it. Snapshots: {named}."
+        if named
+        else f"{lost}."
+    )

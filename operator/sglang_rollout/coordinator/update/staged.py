@@ -82,7 +82,6 @@ async def _open_update(
     *,
     trainer_session: bool = False,
     shards: Iterable[Shard] = (),
-    source: str = "",
     base: str = "",
 ) -> StagedUpdate:
     """Open an update at the weight store, and let the agents copy while its tensors arrive. Raises RefusedError if the store refuses."""
@@ -94,7 +93,7 @@ async def _open_update(
     fleet.transaction.update = OpenUpdate({}, fleet.now, label, fleet.caller, trainer_session=trainer_session, staged=staged)
     try:
         body = StoreOpenRequest(
-            update=staged.id, ticket="", size_limit=size_limit(fleet), shards=listed, source=source, keep=kept_updates(fleet), base=base,
+            update=staged.id, ticket="", size_limit=size_limit(fleet), shards=listed, keep=kept_updates(fleet), base=base,
             upload_seconds=fleet.policy.deadlines.total_seconds,
         )  # fmt: skip
         sent = {STORE: body.model_dump(mode="json")}
@@ -184,7 +183,7 @@ def _refuse_other_base(fleet: Fleet, base: str) -> None:
 async def open_upload(fleet: Fleet, ask: Upload, size: int) -> Answer:
     """Open an update whose version the trainer uploads. The answer has no ticket: the HTTP route adds it."""
     _refuse_other_base(fleet, ask.base)
-    staged = await _open_update(fleet, ask.label or fleet.transaction.label, shards=ask.shards, source=ask.source, base=ask.base)
+    staged = await _open_update(fleet, ask.label or fleet.transaction.label, shards=ask.shards, base=ask.base)
     update = fleet.require_update()
     update.bytes = size
     update.tensors[(STORE,)] = {tensor.name for shard in ask.shards for tensor in shard.tensors}
@@ -193,8 +192,7 @@ async def open_upload(fleet: Fleet, ask: Upload, size: int) -> Answer:
         "store": fleet.store.wanted.name if fleet.store is not None else "",
     }  # fmt: skip
     details |= {"base": ask.base} if ask.base else {}
-    before = "Wait until no piece is missing" if ask.source else "Upload the pieces"
-    return Answer(200, f"{before}, then POST {FLEET_UPDATES}/{staged.id}/commit.", {**details, "version": str(fleet.target())})
+    return Answer(200, f"Upload the pieces, then POST {FLEET_UPDATES}/{staged.id}/commit.", {**details, "version": str(fleet.target())})
 
 
 async def commit_upload(fleet: Fleet, ask: CommitUpload) -> Answer:

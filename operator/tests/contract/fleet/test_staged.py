@@ -13,6 +13,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,8 +51,9 @@ class Uploader:
 
 
 @contextmanager
-def uploader(lab: Fleet, *options: str) -> Iterator[Uploader]:
-    command = [str(environment.python(make=False)), str(TRAINERS / "upload_on_request.py"), lab.url, str(environment.model()), *options]
+def uploader(lab: Fleet, *options: str, model: Path | None = None) -> Iterator[Uploader]:
+    program, folder = str(TRAINERS / "upload_on_request.py"), str(model or environment.model())
+    command = [str(environment.python(make=False)), program, lab.url, folder, *options]
     with (lab.folder / "uploader.log").open("ab") as log:
         process = start_child(command, env=package_variables(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
     try:

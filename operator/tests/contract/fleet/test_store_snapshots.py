@@ -76,6 +76,14 @@ def damage(folder: Path, label: str) -> None:
         file.write(b"\x7f\x7f")
 
 
+def push_again(lab: Fleet, version: str, label: str, *where: str) -> None:
+    """Export an earlier version, and push it with another label."""
+    exported = lab.folder / f"exported-{label}"
+    weights("export", version, *where, "--to", str(exported), "--model", str(environment.model()))
+    with uploader(lab, model=exported) as uploads:
+        assert uploads.push(1.0, label)["state"] == "committed"
+
+
 def reference(model: Path, scale: float) -> list[int]:
     """Return the tokens of a model that transformers loads from a folder, with all tensors multiplied by ``scale``."""
     command = [str(environment.python(make=False)), "-c", REFERENCE, str(model), json.dumps(PROMPT), str(FEW), str(scale)]
@@ -93,15 +101,14 @@ def test_a_fleet_that_was_powered_off_serves_its_version_again_without_a_push(ki
     power_off(tmp_path)
     with fleet(kind, tmp_path, options=options(tmp_path)) as lab:
         check_held(lab, second, "2")
-        printed = weights("restore", "1", "--url", lab.url)
-        assert "The fleet serves version 1 again, as version 1/3 with label 1-restored-3" in printed
-        check_held(lab, first, "1-restored-3")
+        push_again(lab, "1", "1-again", "--url", lab.url)
+        check_held(lab, first, "1-again")
         with uploader(lab) as uploads:
             assert uploads.push(second, "4")["state"] == "committed", "the trainer continues"
         check_held(lab, second, "4")
 
 
-def test_no_older_version_is_served_unless_a_person_asks_for_it(tmp_path: Path) -> None:
+def test_no_older_version_is_served_unless_a_trainer_pushes_it(tmp_path: Path) -> None:
     with fleet("staged", tmp_path, options=options(tmp_path)) as lab, uploader(lab) as uploads:
         first, second = lab.others()[:2]
         for scale, version in ((first, "1"), (second, "2")):
@@ -116,7 +123,7 @@ def test_no_older_version_is_served_unless_a_person_asks_for_it(tmp_path: Path) 
         assert "is damaged" in lab.document()["store"]["message"]
         assert (lab.document()["serving"], lab.committed()["label"]) == (0, "2")
         eventually("the engines are up", lambda: all(row["boot_id"] for row in lab.document()["members"]), within=SECONDS)
-        assert weights("restore", "1", "--url", lab.url, "--label", "back")
+        push_again(lab, "1", "back", "--snapshots", str(tmp_path / "snapshots"))
         check_held(lab, first, "back")
 
 
@@ -134,7 +141,6 @@ def test_versions_are_listed_verified_and_exported(tmp_path: Path) -> None:
         weights("export", "7", "--url", lab.url, "--to", str(tmp_path / "over-url"), "--model", str(model))
         assert "There is no version '8' here" in weights("export", "8", "--url", lab.url, "--to", str(tmp_path / "none"), code=1)
         assert not (tmp_path / "none").exists()
-        assert "There is no version '8' here" in weights("restore", "8", "--url", lab.url, code=1)
         damage(tmp_path, "7")
         assert "has changed" in weights("verify", "7", "--url", lab.url, code=1)
         assert rows(lab)["7"]["places"][2] == "snapshot (damaged)"

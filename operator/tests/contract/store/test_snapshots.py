@@ -29,7 +29,7 @@ from sglang_rollout.wire.ports import (
     STORE_VERIFY,
     TICKET_HEADER,
 )
-from tests.contract.store.test_uploads import SIZES, TENSORS, piece, upload
+from tests.contract.store.test_uploads import SIZES, piece, upload
 from tests.contract.support.store_process import SIZE_LIMIT, TICKET, StoreProcess, new_update, store_process, version
 
 pytestmark = pytest.mark.timeout(180)
@@ -230,40 +230,6 @@ def test_a_folder_that_cannot_be_written_fails_no_update(tmp_path: Path) -> None
         update = commit(store, 1)
         assert store.updates()[update]
         eventually("the failure is noted", lambda: "Not a directory" in state(store)["message"], within=SECONDS)
-
-
-@pytest.mark.parametrize("lies_in", ["memory", "snapshot"])
-def test_a_version_becomes_a_new_one_without_an_uploader(store: StoreProcess, lies_in: str) -> None:
-    first = commit(store, 1)
-    wait_for(store, first)
-    digest, data = store.updates()[first], store.data_digest(first, 0)
-    if lies_in == "snapshot":
-        assert store.call(STORE_DROP, {"keep": []})[0] == 200
-    described = store.call(STORE_READ, {"update": first})[1]
-    assert (described["digest"], described["version"]) == (digest, version(1))
-    again = new_update()
-    status, body = store.open(again, TENSORS, source=first)
-    assert status == 200, body
-    eventually("all pieces are there", lambda: store.missing(again) == [], within=SECONDS)
-    status, body = store.seal(again, 2)
-    assert status == 200, body
-    assert store.updates() == {again: digest}
-    assert store.data_digest(again, 0) == data
-    assert announce(store, again, 2)[0] == 200
-    wait_for(store, again)
-
-
-def test_a_damaged_snapshot_becomes_no_new_version(store: StoreProcess, folder: Path) -> None:
-    first = commit(store, 1)
-    wait_for(store, first)
-    assert store.call(STORE_DROP, {"keep": []})[0] == 200
-    damage(folder, first)
-    again = new_update()
-    assert store.open(again, TENSORS, source=first)[0] == 200
-    eventually("it is given up", lambda: again not in store.updates(), within=SECONDS)
-    status, body = store.seal(again, 2)
-    assert (status, "is damaged" in body["message"]) == (409, True), body
-    assert store.open(new_update(), TENSORS, source=new_update())[0] == 404
 
 
 def test_readers_need_a_ticket_for_a_snapshot(store: StoreProcess) -> None:

@@ -11,9 +11,8 @@ from sglang_rollout.coordinator.update.catch_up import SNAPSHOT_SECONDS, find_so
 from sglang_rollout.coordinator.update.events import Send
 from sglang_rollout.coordinator.update.snapshots import why_lost
 from sglang_rollout.coordinator.update.store import STORE
-from sglang_rollout.wire.ports import STORE_COMMIT, STORE_FETCH, STORE_OPEN
-from tests.properties.support.simulated_agent import NAMES
-from tests.properties.support.staged_world import StagedWorld, serves, shard_of
+from sglang_rollout.wire.ports import STORE_COMMIT, STORE_FETCH
+from tests.properties.support.staged_world import StagedWorld, serves
 
 
 def world_with_snapshots(engines: int = 2) -> StagedWorld:
@@ -113,29 +112,10 @@ def test_without_a_usable_snapshot_of_the_committed_version_no_engine_serves_an_
     assert world.serving == []
     message = why_lost(world.machine.fleet)
     assert "No pod and no usable snapshot has the committed version 1/2" in message
-    assert "sglang-rollout weights restore" in message
+    assert "sglang-rollout weights export" in message
     assert "1/1 (label 1)" in message
     assert find_source(world.machine.fleet) is None, "no engine waits for a copy, which would keep it out of updates"
     assert len(world.machine.fleet.members()) == 2
-
-
-def test_an_earlier_version_becomes_a_new_one_on_request() -> None:
-    world = world_with_snapshots()
-    world.push("1")
-    world.push("2")
-    world.settle()
-    source = update_of(world, "1/1")
-    answer = world.do(rq.Upload((shard_of(NAMES),), "1-restored-3", source=source), caller="admin/person")
-    assert answer.success, answer.message
-    bodies = [body for send in world.sent if isinstance(send, Send) and send.path == STORE_OPEN for body in send.bodies.values()]
-    assert bodies[-1]["source"] == source
-    world.fill_upload(str(answer.fleet["update"]))
-    answer = world.do(rq.CommitUpload(str(answer.fleet["update"])), caller="admin/person")
-    assert answer.success, answer.message
-    assert serves(world, "1/3")
-    last = world.machine.fleet.last_update
-    assert last is not None
-    assert (last.author, last.version.label) == ("admin/person", "1-restored-3")
 
 
 def test_the_record_says_that_the_newest_snapshot_could_not_be_written() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
@@ -28,7 +29,7 @@ def change(tensor: torch.Tensor, share: float) -> torch.Tensor:
     return flat.reshape(tensor.shape)
 
 
-loaded = load_file(f"{sys.argv[2]}/model.safetensors")
+loaded = {name: tensor for file in sorted(Path(sys.argv[2]).glob("*.safetensors")) for name, tensor in load_file(file).items()}
 with connect(sys.argv[1], timeout=90, delta=makes_deltas) as fleet:
     for line in sys.stdin:
         wanted = json.loads(line)

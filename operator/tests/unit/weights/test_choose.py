@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_rollout.staging.choose import NoSuchVersionError, choose_version
+from sglang_rollout.weights.choose import NoSuchVersionError, choose_version
 from sglang_rollout.wire.states import Version
 
 VERSIONS = {
