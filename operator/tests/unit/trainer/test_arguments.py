@@ -125,7 +125,6 @@ CALLS: list[tuple[Callable[[dict[str, Any]], object], dict[str, Any], str]] = [
     (dialects.from_disk, {"model_path": "/ckpt"}, "weight_version"),
     (dialects.tensors, {"serialized_named_tensors": ["AAAA"]}, "weight_version"),
     (dialects.upload, {"shards": [{"tensors": [{"name": "a", "dtype": "F32", "shape": [1]}]}]}, "label"),
-    (dialects.restore, {"from": "1"}, "label"),
 ]
 
 
