@@ -267,7 +267,7 @@ async def run(settings: Settings) -> None:
                 agent, barrier, size=place.nodes, own=place.head, folder=settings.state_dir, credentials=settings.credentials
             )
             agent.explain_down = head_pod.explain_down
-        staged = await stack.enter_async_context(_run_staged(settings, agent, head_pod))
+        staged = await stack.enter_async_context(_run_staged(settings, agent, head_pod, files.kill if files else None))
         fence = Fence(agent, kill_file=files.kill if files else None)
         app = make_app(
             agent,
@@ -328,7 +328,9 @@ def _watch_member_plugin(member: MemberPod, reports_dir: Path | None) -> Iterato
         yield _repeat(_INTERVAL, "reading the plug-in's reports", MemberPluginWatch(member, PluginReports(reports_dir)).watch)
 
 
-def _run_staged(settings: Settings, agent: Agent, head_pod: HeadPod | None) -> AbstractAsyncContextManager[StagedService | None]:
+def _run_staged(
+    settings: Settings, agent: Agent, head_pod: HeadPod | None, kill_file: Path | None
+) -> AbstractAsyncContextManager[StagedService | None]:
     """Return the context of transport Staged; it yields None if the fleet has another transport."""
     volume, verdicts, place = settings.staging_volume, settings.verdicts_dir, settings.place
     if volume is None or verdicts is None:
@@ -343,6 +345,7 @@ def _run_staged(settings: Settings, agent: Agent, head_pod: HeadPod | None) -> A
         model_path=settings.model_path,
         head_pod=head_pod,
         data_address=place.data_address(settings.data_listen) if place is not None else None,
+        kill_file=kill_file,
     )
 
 

@@ -21,6 +21,9 @@ log = logging.getLogger(__name__)
 
 _LONGEST_FILE = 65536
 """Bytes of a file of the engine's container that are read."""
+RESTART_SECONDS = 120.0
+"""Time for the end of an engine whose restart was requested."""
+_RESTART_POLL_SECONDS = 0.2
 _CUMEM = "NCCL_CUMEM_ENABLE"
 
 
@@ -198,6 +201,20 @@ def read_text(file: Path) -> str | None:
         return None
     finally:
         os.close(descriptor)
+
+
+async def request_restart(engine: Engine, kill_file: Path) -> None:
+    """Let the kubelet restart the engine's container, and wait until the running process has ended.
+
+    After RESTART_SECONDS the request is withdrawn, and the caller may repeat it.
+    """
+    boot_id = engine.container_boot_id()
+    await asyncio.to_thread(replace_file, kill_file)
+    for _ in range(int(RESTART_SECONDS / _RESTART_POLL_SECONDS)):
+        if engine.container_boot_id() != boot_id:
+            break
+        await asyncio.sleep(_RESTART_POLL_SECONDS)
+    await asyncio.to_thread(kill_file.unlink, missing_ok=True)
 
 
 def replace_file(file: Path, text: str = "") -> None:

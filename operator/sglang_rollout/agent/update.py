@@ -10,7 +10,7 @@ from pathlib import Path
 from sglang_rollout.agent import events as ev
 from sglang_rollout.agent import state as s
 from sglang_rollout.agent.agent import Agent
-from sglang_rollout.agent.engine import replace_file
+from sglang_rollout.agent.engine import replace_file, request_restart
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.sglang.checksums import CHECKSUM, Checksums, find_difference, find_unequal_replicas, parse_checksums
 from sglang_rollout.sglang.client import EngineError, Reply
@@ -49,7 +49,7 @@ async def acknowledge(
     _check_ack(agent, request, attempt)
     record, label = agent.state.record, request.version.label
     if record.state is EngineState.CLEAN and record.version == request.version:  # a repeated call
-        return await _read_checksums(agent, deadline, attempt) if checksums else None
+        return await read_checksums(agent, deadline, attempt) if checksums else None
     try:
         reported = await agent.engine.read_label(timeout=deadline)
     except EngineError as error:
@@ -80,7 +80,7 @@ async def _compare_checksums(agent: Agent, expected: Checksums | None, deadline:
     If none are expected, the engine need not be able to compute them.
     """
     calls = agent.state.calls
-    found = await _read_checksums(agent, deadline, attempt, is_needed=expected is not None)
+    found = await read_checksums(agent, deadline, attempt, is_needed=expected is not None)
     if expected is not None and found is not None and found != expected:
         difference = find_difference(expected, found)
         raise RefusedError(Refusal(RefusalCode.FORBIDDEN, f"The engine holds other weights than this version has: {difference}."))
@@ -89,7 +89,7 @@ async def _compare_checksums(agent: Agent, expected: Checksums | None, deadline:
     return found
 
 
-async def _read_checksums(agent: Agent, deadline: float, attempt: str, *, is_needed: bool = False) -> Checksums | None:
+async def read_checksums(agent: Agent, deadline: float, attempt: str, *, is_needed: bool = False) -> Checksums | None:
     """Return the checksums of the engine's weights; None if it does not report them, unless they are needed: then raise RefusedError.
 
     Raise RefusedError also if data-parallel replicas differ, whatever the checksums should be.
@@ -111,13 +111,18 @@ class Fence:
         self._agent = agent
         self._kill_file = kill_file
         self._stuck_after = 0.0
+        self._restarts = False
+        """True if the engine must restart, unless it is clean."""
         self._task: asyncio.Task[None] | None = None
 
     async def give_up(self, request: FenceRequest) -> None:
-        """Close the gate of a dirty engine and cut its connections; then end the session, abort requests, and resume the engine."""
+        """Close the gate of a dirty engine and cut its connections; then end the session, abort requests, and resume the engine.
+
+        A dirty engine restarts if ``request.restart`` is set.
+        """
         agent = self._agent
         log.info("Giving up the update: %s", request.message)
-        self._stuck_after = request.stuck_after
+        self._stuck_after, self._restarts = request.stuck_after, request.restart
         agent.dispatch(ev.UpdateGivenUp())
         if agent.state.record.state is EngineState.DIRTY:
             await agent.gate.close()
@@ -145,6 +150,7 @@ class Fence:
             if self._agent.running is not None:
                 await self._wait_for_answer(self._agent.running)
             await self._free_engine()
+            await self._restart_engine()
         except EngineError as error:
             log.warning("Giving up the update failed: %s.", error)
         finally:
@@ -165,6 +171,17 @@ class Fence:
         await asyncio.wait({running})
         if self._kill_file is not None:  # the engine has answered or restarted
             await asyncio.to_thread(self._kill_file.unlink, missing_ok=True)
+
+    async def _restart_engine(self) -> None:
+        """Let the kubelet restart a dirty engine that must not keep what it holds. The agent refuses calls until the engine has ended."""
+        record = self._agent.state.record
+        if not self._restarts or record.state is not EngineState.DIRTY or not self._agent.state.up:
+            return
+        if self._kill_file is None:
+            log.error("The engine may hold tensors that no later push is known to replace: restart it. Its gate stays closed until then.")
+            return
+        log.warning("The engine may hold tensors that no later push is known to replace: requesting its restart.")
+        await request_restart(self._agent.engine, self._kill_file)
 
     async def _free_engine(self) -> None:
         """End the session. Abort the requests of a dirty engine. Resume the engine unless another interruption pauses it."""

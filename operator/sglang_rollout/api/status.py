@@ -102,6 +102,9 @@ class LastUpdate(ApiModel):
     """`Committed`, `Partial` (committed on some engines), `Failed`, or `Aborted` (given up before any engine changed)."""
     message: Text = ""
     """Why the update did not commit on all engines, as a sentence."""
+    unchecked: Text = ""
+    """What was not compared with the engines' model, and why; empty if all names and shapes were. Engines ignore tensors whose names their
+    model does not have."""
     finished: str = Field(json_schema_extra={"format": "date-time"})
     """When the update ended."""
     phases_ms: dict[str, int] = Field(default_factory=dict, json_schema_extra={"maxProperties": 32})

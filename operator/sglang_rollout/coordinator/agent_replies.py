@@ -99,7 +99,7 @@ def _reply_result(path: str, status: int, fields: Mapping[str, Any]) -> Result:
         return Result(ok=True, status=status, store=reply)
     if isinstance(reply, ActivateReply):
         checksums = tuple(reply.checksums) if reply.checksums is not None else None
-        return Result(ok=True, status=status, checksums=checksums, flushed=reply.flushed, running=reply.running)
+        return Result(ok=True, status=status, checksums=checksums, flushed=reply.flushed, running=reply.running, changed=reply.changed)
     result = Result(ok=True, status=status)
     if reply.refusal is not None:
         result = Result(ok=False, status=status, message=reply.refusal.message, code=reply.refusal.code)
@@ -108,7 +108,7 @@ def _reply_result(path: str, status: int, fields: Mapping[str, Any]) -> Result:
     names = None if reply.names is None else frozenset(reply.names)
     return replace(
         result, digest=reply.digest, bytes=reply.bytes or None, path=reply.path, names=names, compared=reply.compared,
-        unchecked=tuple(reply.unchecked), why_unchecked=reply.why_unchecked, shapes=reply.shapes,
+        unchecked=tuple(reply.unchecked), why_unchecked=reply.why_unchecked, shapes=reply.shapes, is_random=reply.is_random,
     )  # fmt: skip
 
 

@@ -262,7 +262,8 @@ class Fleet:
                 rank, as SGLang's ``/weights_checker`` reports it for a reference engine. The fleet compares them before it
                 commits, also with ``weights.verify: Off``.
             specs: Name, shape and type of each tensor, in order. With these an iterator is checked before the push begins.
-            check_model: Compare names and shapes with the model that the engines were started with, if the fleet can read it.
+            check_model: Refuse tensors that the engines' model does not have, or has with another shape, if the fleet knows its tensors.
+                False: such tensors are sent, and ``PushResult.unchecked`` names them.
             wait: ``"staged"``: return when the fleet has all bytes of an upload, before the engines load them. Such a push gets no
                 snapshot.
 
@@ -278,7 +279,8 @@ class Fleet:
         )
         source = Source(named_tensors, specs)
         ranks = _trainer_ranks(source, timeout)
-        options = PushOptions(version if isinstance(version, str) else str(operator.index(version)), bucket_bytes, timeout, checksums or {})
+        label = version if isinstance(version, str) else str(operator.index(version))
+        options = PushOptions(label, bucket_bytes, timeout, check_model, checksums or {})
         if ranks is not None and not ranks.is_leader:
             return PushResult(**follow(ranks, source, options.intent, bucket_bytes=bucket_bytes, timeout=timeout))
         with nullcontext() if ranks is None else ranks.publish_failure():
@@ -307,7 +309,7 @@ class Fleet:
         push.phases["group"] = (time.monotonic() - started) * 1000
         document = self._run(push, source, options)
         push.phases["total"] = (time.monotonic() - started) * 1000
-        result = push.result()
+        result = push.result() | {"unchecked": _read_unchecked(document, options.version)}
         if ranks is not None:
             ranks.finish(result)
         saved = staging.publish(document.committed, group.epoch, document.fleet_id) if staging else None
@@ -326,7 +328,7 @@ class Fleet:
         upload.run(source)
         document = self.document() if upload.state == "staged" else self._check_committed(options.version)
         upload.phases["total"] = (time.monotonic() - started) * 1000
-        result = upload.result(document.epoch)
+        result = upload.result(document.epoch) | {"unchecked": _read_unchecked(document, options.version)}
         if ranks is not None:
             ranks.finish(result)
         saved = staging.publish(document.committed, document.epoch, document.fleet_id) if staging else None
@@ -409,6 +411,15 @@ class Fleet:
                 advice="Does another trainer push to this fleet? See last_update in GET /fleet.",
             )
         return document
+
+
+def _read_unchecked(document: FleetDocument, label: str) -> str:
+    """Return what the fleet did not compare in the update to a version, and warn of it; empty if the update has not ended yet."""
+    last = document.last_update
+    unchecked = last.unchecked if last is not None and last.version.label == label else ""
+    if unchecked:
+        log.warning("Version %s: %s", label, unchecked)
+    return unchecked
 
 
 def _trainer_ranks(source: Source, timeout: float) -> Ranks | None:

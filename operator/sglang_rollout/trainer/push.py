@@ -23,6 +23,7 @@ from sglang_rollout.trainer.calls import Deadline, Http, run_in_background
 from sglang_rollout.trainer.errors import NOTHING_SENT, FleetError, FleetRefused, PushFailed
 from sglang_rollout.trainer.ranks import Ranks, digest_bucket
 from sglang_rollout.trainer.tensors import Bucket, NoTensorError, Source, TensorSpec, full_tensor, plan_buckets
+from sglang_rollout.wire.ports import CHECK_MODEL_FIELD
 from sglang_rollout.wire.record import UpdateOutcome, UpdateReason
 from sglang_rollout.wire.trainer import FleetDocument
 
@@ -84,6 +85,9 @@ class PushResult:
     """``committed``; ``staged`` after a push that did not wait for the commit: the engines have not loaded the version yet."""
     transferred: int | None = None
     """Bytes that an upload has sent: fewer than ``bytes`` if it sent differences. None for a push through a process group."""
+    unchecked: str = ""
+    """What the fleet did not compare with the engines' model, and why; empty if it compared all names and shapes. Engines ignore
+    tensors whose names their model does not have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +100,8 @@ class PushOptions:
     """Maximum bytes of one broadcast."""
     timeout: float
     """Seconds for each step."""
+    check_model: bool = True
+    """False: the engines' model may lack these tensors, or have other shapes."""
     checksums: Checksums = field(default_factory=dict)
     """Checksums that the fleet compares before it commits."""
 
@@ -192,6 +198,7 @@ class Push:
 
     def _body(self, bucket: Bucket[Any]) -> dict[str, Any]:
         body = bucket.request(self._group.name) | {"flush_cache": bucket.last, "abort_all_requests": False}
+        body |= {} if self._options.check_model else {CHECK_MODEL_FIELD: False}
         # Label and cache flush belong to the last bucket: before it the engine is dirty.
         return body | {"weight_version": self._options.version} if bucket.last else body
 

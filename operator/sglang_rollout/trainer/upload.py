@@ -34,7 +34,7 @@ from sglang_rollout.trainer.ranks import Ranks, digest_bucket
 from sglang_rollout.trainer.store_watch import StoreWatch
 from sglang_rollout.trainer.tensors import Source, TensorSpec, full_tensor, plan_buckets
 from sglang_rollout.wire import Message
-from sglang_rollout.wire.ports import BASE_HEADER, DIGEST_HEADER, FLEET_UPDATES, TICKET_HEADER
+from sglang_rollout.wire.ports import BASE_HEADER, CHECK_MODEL_FIELD, DIGEST_HEADER, FLEET_UPDATES, TICKET_HEADER
 from sglang_rollout.wire.reasons import RefusalCode
 from sglang_rollout.wire.record import UpdateReason
 from sglang_rollout.wire.staged import Shard, StagedTensor
@@ -286,6 +286,7 @@ class Upload:
     def _open(self, shards: list[Shard], base: str) -> _Begun:
         body: dict[str, Any] = {"shards": [shard.model_dump(mode="json") for shard in shards], "label": self._options.version}
         body |= {"base": base} if base else {}
+        body |= {} if self._options.check_model else {CHECK_MODEL_FIELD: False}
         try:
             begun = _Begun.model_validate(self._http.post(FLEET_UPDATES, body, timeout=self._options.timeout).get("fleet"))
         except FleetError as error:

@@ -120,6 +120,9 @@ class FenceRequest(Message):
 
     message: str
     """Why, as a sentence for the agent's log."""
+    restart: bool = False
+    """True if no later update is known to replace everything that the engine may hold: the engine's container restarts, if the engine is
+    dirty."""
     stuck_after: float = 30.0
     """Seconds after which the agent asks for the restart of an engine that has not answered a call of the update."""
 
@@ -181,6 +184,8 @@ class CheckpointReply(Message):
     """Tensors that a complete checkpoint must have, if the request asked for names."""
     shapes: dict[str, list[int] | None] | None = None
     """Shape of each tensor of the engine's model by name, if ``path`` was empty; None for a tensor with packed values."""
+    is_random: bool = False
+    """True if ``path`` was empty and the engine was started with random weights (``--load-format dummy``)."""
     compared: bool = False
     """True if the engine's own model could be read, so that architecture, names, types and shapes were compared."""
     path: str | None = None

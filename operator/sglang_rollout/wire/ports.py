@@ -128,6 +128,8 @@ a GET request it says that the reader has that version, so the answer may be a d
 
 # Coordinator paths beside SGLang's own paths.
 FLEET = "/fleet"  # GET FleetDocument
+CHECK_MODEL_FIELD = "check_model"
+"""Field of an update call and of an upload. False: the engines' model may lack these tensors."""
 FLEET_TENSORS = "/fleet/tensors"  # GET ModelTensors: names and shapes of the model that the engines were started with
 FLEET_HEALTH = "/fleet/health"  # GET 200: the coordinator runs (liveness); no statement about engines
 FLEET_RUN = "/fleet/run"  # POST: the next update opens a new run

@@ -77,6 +77,8 @@ class UpdateReason(StrEnum):
     """An engine refused or failed a call of the update, or did not answer it."""
     ENGINE_LOST = "EngineLost"
     """An engine was restarted or lost in the middle of the update."""
+    MISFIT = "Misfit"
+    """Tensors of the update are not in the engines' model, or have another shape there."""
     INCOMPLETE = "Incomplete"
     """An engine did not receive all tensors of the version."""
     VERIFICATION_FAILED = "VerificationFailed"
@@ -138,12 +140,14 @@ class EndedUpdate(Message):
     """ID of the update, with transport Staged; empty otherwise."""
     transferred: int | None = None
     """Bytes that were sent to the weight store: fewer than ``bytes`` after a delta upload. None: not known."""
+    unchecked: str = ""
+    """What was not compared with the engines' model, and why, as sentences; empty if all names and shapes were."""
 
     def shortened(self) -> EndedUpdate:
         """Return the update as the list of recent updates has it: a short message, and no engines."""
         message = self.message if len(self.message) <= MAX_RECENT_CHARACTERS else f"{self.message[: MAX_RECENT_CHARACTERS - 1]}…"
         total = {phase: spent for phase, spent in self.phases_ms.items() if phase == "total"}
-        return self.model_copy(update={"message": message, "phases_ms": total, "engines": []})
+        return self.model_copy(update={"message": message, "phases_ms": total, "engines": [], "unchecked": ""})
 
 
 class FailedCommitRow(Message):
@@ -293,8 +297,14 @@ class Record(Message):
     staged: StagedVersion | None = None
     """Contents of the committed version, if it came through the weight store."""
     adapters: list[AdapterRow] = Field(default_factory=list)
-    announced: str = ""
-    """Tensors that a complete push brings: hashes of their names, base64."""
+    names: str = ""
+    """Tensors that this run has committed: hashes of their names, base64."""
+    doubtful_names: str = ""
+    """Tensors that engines may hold of updates that did not end on them, beside ``names``: hashes of their names, base64."""
+    doubtful_engines: dict[int, str] = Field(default_factory=dict)
+    """Boot ID of each engine that may hold them, by its index in ``engines``."""
+    restarts: list[int] = Field(default_factory=list)
+    """Those of these engines that must restart, as indexes."""
     sources: list[str] = Field(default_factory=list)
     """Process groups that sent the last committed tensors. An update that ends without one of them is incomplete."""
     released_to_trainer: list[str] | None = None

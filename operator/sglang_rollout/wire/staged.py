@@ -133,6 +133,8 @@ class ActivateReply(Message):
     """False if the engine kept its prefix cache, because requests still run in a pause in place."""
     running: bool = False
     """True if the engine generates again."""
+    changed: bool = True
+    """False if it is proved that the load changed no tensor of the engine."""
     seconds: dict[str, float] = Field(default_factory=dict)
     """Seconds of each step: pause, load, verify, flush."""
 

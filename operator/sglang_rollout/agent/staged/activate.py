@@ -16,9 +16,10 @@ from sglang_rollout.agent.agent import Agent
 from sglang_rollout.agent.record import RecordError
 from sglang_rollout.agent.staged.attempts import Attempts
 from sglang_rollout.agent.staged.load import ANSWER_SECONDS, LABEL_SECONDS, ActivationError, Load, as_list, restore
+from sglang_rollout.agent.staged.own_model import OwnModel
 from sglang_rollout.agent.staged.saved import SavedVersion, SavedVersions
 from sglang_rollout.agent.staged.ways import LoadWay
-from sglang_rollout.agent.staged.written import WrittenTensors, tensors_of
+from sglang_rollout.agent.staged.written import WrittenTensors, find_left, hash_names, tensors_of
 from sglang_rollout.agent.update import acknowledge
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.sglang.checksums import Checksums
@@ -53,7 +54,18 @@ class _Start:
     """Version label that the engine reports."""
     attempt: str
     tensors: frozenset[str]
-    """The tensors of the copy: all that earlier loads may have written, and perhaps more."""
+    """The tensors of the copy: all of the model that earlier loads may have written, and perhaps more."""
+    compares: bool
+    """True if only checksums can tell whether the copy's new names belong to the model."""
+
+
+class LeftTensorsError(ActivationError):
+    """A version was refused because the engine may hold tensors that the version does not have. A restart of the engine removes them."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(
+            Refusal(RefusalCode.CONFLICT, f"{message} The engine has to restart, or a version with them has to come."), wrote=False
+        )
 
 
 class Activator:
@@ -65,6 +77,7 @@ class Activator:
         saved: What is remembered of each version.
         written: The tensors that loads have written since the engine's start.
         verdicts: The verdicts of the loader in all ranks.
+        model: The tensors of the engine's own model.
         way: How the engine loads versions.
         pipeline_size: Pipeline stages of the engine; each of its tensor-parallel ranks exists once for each stage.
     """
@@ -77,6 +90,7 @@ class Activator:
         written: WrittenTensors,
         verdicts: Attempts,
         *,
+        model: OwnModel,
         way: LoadWay,
         pipeline_size: int = 1,
     ) -> None:
@@ -86,6 +100,7 @@ class Activator:
         self._saved = saved
         self._written = written
         self._verdicts = verdicts
+        self._model = model
         self._pipeline_size = pipeline_size
         self._running: _Running | None = None
         self.failed_at: float | None = None
@@ -231,38 +246,53 @@ class Activator:
         copy = self._check(request)
         await self._way.check_copy(copy)
         tensors = await asyncio.to_thread(tensors_of, copy)
-        self._check_tensors(request.ack.boot_id, tensors)
+        compares = await self._check_tensors(request.ack.boot_id, tensors)
         live_label = await agent.engine.read_label(timeout=LABEL_SECONDS)
         await agent.confirm_process()
         attempt = await self._verdicts.open(request)
         self._check(request)  # another call may have come meanwhile
-        return _Start(copy, live_label, attempt, tensors)
+        return _Start(copy, live_label, attempt, tensors, compares)
 
-    def _check_tensors(self, boot_id: str, tensors: frozenset[str]) -> None:
-        """Raise ActivationError if a version would leave tensors of another version in the engine."""
+    async def _check_tensors(self, boot_id: str, tensors: frozenset[str]) -> bool:
+        """Raise LeftTensorsError if a version would leave tensors of another version in the engine.
+
+        Return True if the version has tensors that no load has written, and that nothing tells to be tensors of the model.
+        """
         written = self._written.read(boot_id)
         if written is None and self._agent.state.record.written:
-            message = "It is not known which tensors were written since the engine's start. Restart the engine."
-            raise _refused(RefusalCode.CONFLICT, message)
-        missing = (written or frozenset()) - tensors
-        if missing:
-            message = f"Loads since the engine's start may have written tensors that this version does not have ({len(missing)})."
-            raise _refused(RefusalCode.CONFLICT, f"{message} Restart the engine, or push a version with them.")
+            raise LeftTensorsError("It is not known which tensors were written since the engine's start.")
+        shapes, written = await self._model.read_shapes(), written or frozenset()
+        left = find_left(written, tensors, None if shapes is None else hash_names(shapes))
+        if left:
+            message = f"Loads since the engine's start may have written tensors that this version does not have ({len(left)})."
+            raise LeftTensorsError(message)
+        return shapes is None and not tensors <= written
 
     async def _load(self, request: ActivateRequest, start: _Start, expected: Checksums | None) -> ActivateReply:
         """Load the version, and remember before the first write which tensors it writes. Raises ActivationError."""
         body = self._way.body(start.copy, start.attempt, self._tensor_size)
         load = Load(
-            self._agent, request, self._way, body, self._verdicts, attempt=start.attempt, ranks=self._ranks, stages=self._pipeline_size
+            self._agent,
+            request,
+            self._way,
+            body,
+            self._verdicts,
+            attempt=start.attempt,
+            ranks=self._ranks,
+            stages=self._pipeline_size,
+            compares=start.compares,
         )
         try:
-            return await load.run(
+            reply = await load.run(
                 start.live_label, expected, lambda: self._written.begin(request.ack.boot_id, start.attempt, start.tensors)
             )
         except ActivationError as error:
             if not error.wrote:
                 self._written.undo(start.attempt)
             raise
+        if not reply.changed:
+            self._written.undo(start.attempt)
+        return reply
 
     @staticmethod
     def _name_version(copy: Copy, request: ActivateRequest) -> None:

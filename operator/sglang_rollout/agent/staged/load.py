@@ -21,7 +21,7 @@ from sglang_rollout.agent.record import RecordError
 from sglang_rollout.agent.staged.attempts import Attempts
 from sglang_rollout.agent.staged.verdicts import Verdicts
 from sglang_rollout.agent.staged.ways import LoadWay
-from sglang_rollout.agent.update import acknowledge
+from sglang_rollout.agent.update import acknowledge, read_checksums
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.sglang.checksums import Checksums
 from sglang_rollout.sglang.client import EngineError, Reply
@@ -62,7 +62,9 @@ class Load:
         attempt: str,
         ranks: int,
         stages: int,
+        compares: bool = False,
     ) -> None:
+        """Prepare an attempt. ``compares``: find out by checksums whether the load changes a tensor."""
         self._agent = agent
         self._request = request
         self._way = way
@@ -75,6 +77,8 @@ class Load:
         self._is_sent = False
         """The engine may have received the call that writes."""
         self._is_flushed = True
+        self._compares = compares
+        self._sums_before: Checksums | None = None
         self._seconds: dict[str, float] = {}
 
     async def run(self, live_label: str, expected: Checksums | None, before_write: Callable[[], None]) -> ActivateReply:
@@ -84,7 +88,9 @@ class Load:
         try:
             agent.dispatch(ev.ActivationBegan(self._attempt, self._request.update, live_label))
             found = await self._load(expected, before_write)
-            return ActivateReply(checksums=as_list(found), flushed=self._is_flushed, seconds=self._seconds)
+            is_changed = self._sums_before is None or found != self._sums_before
+            checksums = as_list(found) if self._request.checksums else None
+            return ActivateReply(checksums=checksums, flushed=self._is_flushed, changed=is_changed, seconds=self._seconds)
         except (RefusedError, EngineError, RecordError) as error:
             raise await self._fail(error) from None
         finally:
@@ -95,6 +101,8 @@ class Load:
         await self._step("pause", ControlCall.PAUSE, {"mode": request.mode})
         if self._way.has_verdicts:
             await self._step("load", ControlCall.BEGIN_UPDATE, {})
+        if self._compares:
+            self._sums_before = await read_checksums(self._agent, ANSWER_SECONDS, self._attempt)
         before_write()
         self._is_sent = True
         await self._step("load", self._way.call, self._body)
@@ -105,7 +113,7 @@ class Load:
         await self._step("flush", ControlCall.FLUSH_CACHE, {})
         await self._agent.confirm_process()
         began = time.monotonic()
-        wants = request.checksums or expected is not None
+        wants = request.checksums or expected is not None or self._sums_before is not None
         found = await acknowledge(
             self._agent,
             request.ack,
@@ -115,7 +123,7 @@ class Load:
             expected=expected,
         )
         self._seconds["verify"] = time.monotonic() - began
-        return found if request.checksums else None
+        return found
 
     async def _step(self, name: str, call: ControlCall, body: dict[str, object]) -> None:
         """Make one call. Raise RefusedError if it fails."""

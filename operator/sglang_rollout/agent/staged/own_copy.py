@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
+from pathlib import Path
 
 from sglang_rollout.agent import state as s
 from sglang_rollout.agent.agent import Agent
+from sglang_rollout.agent.engine import request_restart
 from sglang_rollout.agent.record import RecordError
-from sglang_rollout.agent.staged.activate import Activator
+from sglang_rollout.agent.staged.activate import Activator, LeftTensorsError
 from sglang_rollout.agent.staged.load import ActivationError
 from sglang_rollout.agent.staged.saved import SavedVersions
 from sglang_rollout.sglang.client import EngineError
@@ -31,9 +33,11 @@ class OwnCopyWatch:
         agent: The agent.
         activator: Loads versions.
         saved: What is remembered of each version.
+        kill_file: File with which the engine's container is restarted; None if it cannot be.
     """
 
-    def __init__(self, agent: Agent, activator: Activator, saved: SavedVersions) -> None:
+    def __init__(self, agent: Agent, activator: Activator, saved: SavedVersions, kill_file: Path | None = None) -> None:
+        self._kill_file = kill_file
         self._agent = agent
         self._activator = activator
         self._saved = saved
@@ -82,7 +86,9 @@ class OwnCopyWatch:
         agent.own_load_until = time.monotonic() + agent.limits.load
         try:
             await self._activator.load_own(request)
-        except ActivationError:
+        except ActivationError as error:
+            if isinstance(error, LeftTensorsError):
+                await self._request_restart()
             self._not_before = time.monotonic() + self._delay
             log.warning("Version %s is not loaded from the pod's own copy; the next attempt is in %g s.", request.ack.version, self._delay)
             self._delay = min(2 * self._delay, _MAX_DELAY_SECONDS)
@@ -90,6 +96,14 @@ class OwnCopyWatch:
             self._delay = _FIRST_DELAY_SECONDS
         finally:
             agent.own_load_until = 0.0
+
+    async def _request_restart(self) -> None:
+        """Restart an engine that cannot load the committed version over what it holds."""
+        if self._kill_file is None:
+            log.error("The engine holds tensors that the committed version does not have: restart it. Its gate stays closed until then.")
+            return
+        log.warning("The engine holds tensors that the committed version does not have: requesting its restart.")
+        await request_restart(self._agent.engine, self._kill_file)
 
 
 def _is_same(version: Version, committed: Version) -> bool:

@@ -16,6 +16,7 @@ from sglang_rollout.agent.staged.attempts import Attempts
 from sglang_rollout.agent.staged.load import ActivationError
 from sglang_rollout.agent.staged.member_pods import MemberPods
 from sglang_rollout.agent.staged.own_copy import OwnCopyWatch
+from sglang_rollout.agent.staged.own_model import OwnModel
 from sglang_rollout.agent.staged.saved import SavedVersions
 from sglang_rollout.agent.staged.stage import Stager, open_session
 from sglang_rollout.agent.staged.verdicts import VerdictFolder
@@ -108,6 +109,7 @@ async def run_staged_service(
     model_path: str | None = None,
     head_pod: HeadPod | None = None,
     data_address: Address | None = None,
+    kill_file: Path | None = None,
 ) -> AsyncIterator[StagedService]:
     """Offer transport Staged for the length of the block.
 
@@ -121,6 +123,7 @@ async def run_staged_service(
         model_path: Model that the engine was started with; None if only the engine knows it.
         head_pod: The agent's role in an engine with several pods; None for an engine of one pod.
         data_address: With ``head_pod``: where the other pods of the engine find the copies of this pod.
+        kill_file: File with which the engine's container is restarted; None if it cannot be.
 
     Raises:
         StagedError: The volume cannot be written.
@@ -131,12 +134,13 @@ async def run_staged_service(
     agent.list_copies = copies.status if members is None else members.list_copies
     async with open_session() as session:
         folder = VerdictFolder(verdicts)
-        way = choose_way(agent.engine, folder, data_size=data_size, model_path=model_path)
+        model = OwnModel(agent.engine, model_path)
+        way = choose_way(model, folder, data_size=data_size)
         written, attempts = WrittenTensors(state), Attempts(folder, members)
-        activator = Activator(agent, copies, saved, written, attempts, way=way, pipeline_size=pipeline_size)
+        activator = Activator(agent, copies, saved, written, attempts, model=model, way=way, pipeline_size=pipeline_size)
         stager = Stager(copies, saved, session, lambda: activator.updates_in_use)
         try:
-            own_copy = OwnCopyWatch(agent, activator, saved)
+            own_copy = OwnCopyWatch(agent, activator, saved, kill_file)
             yield StagedService(copies, stager, activator, own_copy, members=members)
         finally:
             await activator.close()

@@ -10,16 +10,13 @@ SGLang may have written before, and what it calls a rollback reads the same fold
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
-from sglang_rollout.agent.checkpoint import CheckpointCheck
-from sglang_rollout.agent.engine import Engine
-from sglang_rollout.agent.engine_model import EngineModel
+from sglang_rollout.agent.staged.own_model import OwnModel, Shapes
 from sglang_rollout.agent.staged.verdicts import VerdictFolder
 from sglang_rollout.checkpoints.folder import shorten_problems
 from sglang_rollout.plugin.install import LOADER
@@ -28,17 +25,8 @@ from sglang_rollout.sglang.sizes import loads_folders, read_replicas
 from sglang_rollout.staging.copies import Copy
 from sglang_rollout.staging.index import shard_header
 from sglang_rollout.staging.payload import loader_payload, loader_request
-from sglang_rollout.wire.agent import CheckpointRequest
 from sglang_rollout.wire.reasons import Refusal, RefusalCode, RefusedError
 from sglang_rollout.wire.staged import Shard
-
-log = logging.getLogger(__name__)
-
-_MODEL_SECONDS = 10.0
-"""Time to read the headers of the engine's model. A version is not compared with a model that takes longer."""
-
-Shapes = Mapping[str, list[int] | None]
-"""Shape of each tensor of a model by name; None: its values are packed."""
 
 
 class LoadWay(Protocol):
@@ -98,12 +86,9 @@ class FolderWay:
     call = ControlCall.UPDATE_DISK
     has_verdicts = False
 
-    def __init__(self, engine: Engine, data_size: int, model_path: str | None) -> None:
-        self._engine = engine
+    def __init__(self, model: OwnModel, data_size: int) -> None:
         self._data_size = data_size
-        self._model_path = model_path
-        self._model = CheckpointCheck()
-        self._known: tuple[EngineModel, Shapes] | None = None
+        self._model = model
 
     def engine_refusal(self, info: Mapping[str, Any]) -> Refusal | None:
         """See :meth:`LoadWay.engine_refusal`."""
@@ -117,7 +102,7 @@ class FolderWay:
         problem = await asyncio.to_thread(find_file_problem, copy)
         if problem:
             raise RefusedError(Refusal(RefusalCode.CONFLICT, f"Nothing was loaded: {problem}"), status=409)
-        problems = find_other_shapes(copy.index.shards, await self._read_shapes())
+        problems = find_other_shapes(copy.index.shards, await self._model.read_shapes() or {})
         if problems:
             message = f"Nothing was loaded, because the version does not fit the engine's model: {' '.join(shorten_problems(problems))}"
             raise RefusedError(Refusal(RefusalCode.INVALID_REQUEST, message), status=409)
@@ -126,30 +111,16 @@ class FolderWay:
         """See :meth:`LoadWay.body`."""
         return {"model_path": str(copy.folder), "load_format": "safetensors", "abort_all_requests": False, "is_async": False}
 
-    async def _read_shapes(self) -> Shapes:
-        """Return the shapes of the engine's model; empty if this pod cannot read it."""
-        model = EngineModel.reported(self._model_path, self._engine.info, self._engine.model_info)
-        if self._known is not None and self._known[0] == model:
-            return self._known[1]
-        reply = await self._model.run(CheckpointRequest(path="", deadline=_MODEL_SECONDS), model)
-        if reply.shapes is None:
-            why = reply.refusal.message if reply.refusal is not None else f"{reply.why_unchecked}."
-            log.info("The version is not compared with the engine's model: %s", why)
-            return {}
-        self._known = (model, reply.shapes)
-        return reply.shapes
 
-
-def choose_way(engine: Engine, verdicts: VerdictFolder, *, data_size: int, model_path: str | None) -> LoadWay:
+def choose_way(model: OwnModel, verdicts: VerdictFolder, *, data_size: int) -> LoadWay:
     """Return how an engine loads staged versions.
 
     Args:
-        engine: The engine.
+        model: The model that the engine was started with.
         verdicts: Folder of the loader's verdicts.
         data_size: Replicas of the model in the engine.
-        model_path: Model that the engine was started with; None if only the engine knows it.
     """
-    return FolderWay(engine, data_size, model_path) if loads_folders(data_size) else LoaderWay(verdicts)
+    return FolderWay(model, data_size) if loads_folders(data_size) else LoaderWay(verdicts)
 
 
 def find_file_problem(copy: Copy) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Iterable
 from pathlib import Path
 
 from sglang_rollout.agent.record import RecordError, load, save
@@ -71,10 +72,23 @@ class WrittenTensors:
         self._record = record
 
 
+def hash_names(names: Iterable[str]) -> frozenset[str]:
+    """Return the hashes of names."""
+    return frozenset(hashlib.blake2b(name.encode(), digest_size=_HASH_BYTES).hexdigest() for name in names)
+
+
+def find_left(written: frozenset[str], tensors: frozenset[str], model: frozenset[str] | None) -> frozenset[str]:
+    """Return the tensors of earlier loads that a version would leave in an engine. All sets are hashes of names.
+
+    Args:
+        written: The tensors that loads may have written since the engine's start.
+        tensors: The tensors of the version.
+        model: The tensors of the engine's model, which ignores others; None: not known.
+    """
+    left = written - tensors
+    return left if model is None else left & model
+
+
 def tensors_of(copy: Copy) -> frozenset[str]:
     """Return the tensors of a complete copy."""
-    return frozenset(
-        hashlib.blake2b(tensor.name.encode(), digest_size=_HASH_BYTES).hexdigest()
-        for shard in copy.index.shards
-        for tensor in shard.tensors
-    )
+    return hash_names(tensor.name for shard in copy.index.shards for tensor in shard.tensors)

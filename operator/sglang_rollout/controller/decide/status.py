@@ -119,6 +119,7 @@ def _build_last_update(last: EndedUpdate) -> LastUpdate:
         phases_ms=last.phases_ms,
         engines=len(last.engines),
         author=last.author[:MAX_AUTHOR],
+        unchecked=last.unchecked,
     )
 
 

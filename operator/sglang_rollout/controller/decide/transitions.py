@@ -139,6 +139,9 @@ def _weight_events(old: Status, new: Status) -> Iterator[EventToPost]:
     last = after.get("lastUpdate")
     if last and last != before.get("lastUpdate"):
         yield from _update_events(last)
+        unchecked, earlier_unchecked = last.get("unchecked"), (before.get("lastUpdate") or {}).get("unchecked")
+        if unchecked and unchecked != earlier_unchecked and last["outcome"] in {"Committed", "Partial"}:
+            yield EventToPost("Warning", "WeightsUnchecked", f"Version {last['version']}: {unchecked}", "WeightsUnchecked")
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,7 @@ from sglang_rollout.wire.arguments import (
     find_shape_problem,
     find_tensor_name_problem,
 )
+from sglang_rollout.wire.ports import CHECK_MODEL_FIELD
 from sglang_rollout.wire.reasons import RefusedError, quote_value
 from sglang_rollout.wire.staged import DIGEST_PATTERN, MAX_SHARDS, Shard
 from sglang_rollout.wire.trainer import ControlReply
@@ -121,7 +122,8 @@ def upload(body: Fields) -> Upload:
     except ValidationError as error:
         problem = error.errors()[0]
         raise RefusedError(f"shards: {'.'.join(map(str, problem['loc']))}: {problem['msg']}.") from None
-    return Upload(parsed, _label(body.get("label"), "label"), base=_base(body))
+    checks = body.get(CHECK_MODEL_FIELD) is not False
+    return Upload(parsed, _label(body.get("label"), "label"), check_model=checks, base=_base(body))
 
 
 def _base(body: Fields) -> str:
@@ -166,7 +168,8 @@ def update(body: Fields) -> Request:
     label = _label(body.get("weight_version"), "weight_version")
     if label is not None:
         forwarded["weight_version"] = label
-    return Update(_name(body, "group_name"), label, forwarded)
+    checks = forwarded.pop(CHECK_MODEL_FIELD, True) is not False
+    return Update(_name(body, "group_name"), label, forwarded, check_model=checks)
 
 
 def _check_tensors(body: Fields) -> None:
@@ -181,7 +184,7 @@ def _check_tensors(body: Fields) -> None:
         if dtype not in TORCH_DTYPES:
             raise RefusedError(f"dtypes[{number}] {quote_value(dtype)} is not a type of torch: use for example bfloat16.")
         _refuse(find_shape_problem(shape, f"shapes[{number}]"))
-    for flag in ("flush_cache", "abort_all_requests", "torch_empty_cache"):
+    for flag in ("flush_cache", "abort_all_requests", "torch_empty_cache", CHECK_MODEL_FIELD):
         if not isinstance(body.get(flag, False), bool):
             raise RefusedError(f"{flag} {quote_value(body[flag])} is neither true nor false.")
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from sglang_rollout.coordinator.update.complete_push import WAY_OUT_STAGED, note_held_weights, read_model, rule_of, sent_tensors
+from sglang_rollout.coordinator.update.completeness import Held
 from sglang_rollout.coordinator.update.loading import (
     drop_failed,
     finish_roll,
@@ -32,8 +34,10 @@ from sglang_rollout.coordinator.update.outcome import (
     partial_message,
     reply_and_fence_dropped,
     summarize_update,
+    unchecked_particulars,
 )
 from sglang_rollout.coordinator.update.phases import Phase, StagedUpdate, Update
+from sglang_rollout.coordinator.update.proof import commit_names, find_dropped
 from sglang_rollout.coordinator.update.requests import Answer
 from sglang_rollout.coordinator.update.rolling import describe_waiting, loads_in_turn
 from sglang_rollout.coordinator.update.staging import parents_in_tree, require_staging, stage_body
@@ -48,14 +52,6 @@ from sglang_rollout.coordinator.update.steps import (
     write,
 )
 from sglang_rollout.coordinator.update.store import STORE
-from sglang_rollout.coordinator.update.verify import (
-    WAY_OUT_STAGED,
-    announce_model_tensors,
-    commit_tensors,
-    note_held_weights,
-    sent_tensors,
-    starts_from_base,
-)
 from sglang_rollout.wire.ports import AGENT_RUN, AGENT_STAGE, STORE_SEAL
 from sglang_rollout.wire.reasons import RefusedError
 from sglang_rollout.wire.record import UpdateOutcome, UpdateReason
@@ -177,7 +173,7 @@ async def _complete(fleet: Fleet, update: Update, staged: StagedUpdate) -> Answe
     """Declare the version complete at the weight store. Returns the answer for the trainer if the update failed."""
     members = _require_ready_members(fleet)
     fleet.enter(Phase.STAGE)
-    update.held_committed, update.held_base, update.blank = set(), set(), set()
+    update.held = {}
     note_held_weights(fleet, update, members)
     boots = {name: boot for name in members if (boot := fleet.boot(name)) is not None}
     lacking = await _find_missing(fleet, update, members)
@@ -193,7 +189,6 @@ async def _complete(fleet: Fleet, update: Update, staged: StagedUpdate) -> Answe
     if copy is None:
         why = result.message.rstrip(".") or "its answer does not have the complete version"
         return await fail_update(fleet, UpdateReason.STORE_FAILED, f"the weight store could not complete the version: {why}")
-    staged.new_names += fleet.weights.announced.add(sent_tensors(update))
     staged.version, staged.digest, staged.bytes, update.bytes = version, copy.digest, copy.bytes, copy.bytes
     staged.transferred = copy.transferred
     update.boots = boots  # only now, because an update whose commit is refused does not depend on engines
@@ -228,9 +223,9 @@ async def _find_missing(fleet: Fleet, update: Update, members: list[str]) -> str
     groups = missing_stages(fleet, update)
     if groups:
         return describe_missing_stage(groups[0])
-    await announce_model_tensors(fleet, update, members)
-    lacking = "" if starts_from_base(fleet, update) else fleet.weights.announced.missing_from(sent)
-    return f"the version lacks {lacking}: {WAY_OUT_STAGED}" if lacking else ""
+    rule = rule_of(fleet, update, await read_model(fleet))
+    lacking = rule.find_lacking(Held(blank=any(update.held[name].blank for name in members)))
+    return f"the version lacks {lacking}: {WAY_OUT_STAGED}" if lacking is not None else ""
 
 
 async def _copy(fleet: Fleet, update: Update, staged: StagedUpdate) -> Answer | None:
@@ -271,6 +266,7 @@ async def _load_canary(fleet: Fleet, update: Update, staged: StagedUpdate) -> An
         results = await load_version(fleet, update, staged, [name])
         result = results[name]
         if result.ok:
+            update.has_changed_nothing = not result.changed and update.held[name].committed
             wrong = await note_loaded(fleet, update, staged, results)
             return (
                 await fail_update(fleet, UpdateReason.VERIFICATION_FAILED, f"engine {name} {wrong[name]}", engine=name) if wrong else None
@@ -302,7 +298,7 @@ async def _write_commit(fleet: Fleet, update: Update, staged: StagedUpdate) -> N
     """
     fleet.enter(Phase.ACTIVATE)
     version = fleet.target()
-    commit_tensors(fleet, update, version)
+    commit_names(fleet, update, version, (), find_dropped(fleet, update))
     weights = fleet.weights
     weights.staged = StagedVersion(update=staged.id, digest=staged.digest, bytes=staged.bytes)
     weights.checksums = dict(staged.checksums)
@@ -354,11 +350,13 @@ async def _finish(fleet: Fleet, update: Update, staged: StagedUpdate) -> Answer:
     particulars["digest"] = staged.digest
     if unflushed := [name for name in staged.unflushed if name in loaded]:
         particulars["cache_not_flushed"] = unflushed
+    particulars |= unchecked_particulars(update)
     if waiting:
         particulars["waiting"] = waiting
     if enough:
         notes = [partial_message(fleet, dropped).rstrip(".") if dropped else "", describe_waiting(waiting, version) if waiting else ""]
         message = ": ".join(filter(None, ["Success", "; ".join(filter(None, notes))]))
+        message += f". {update.unchecked}" if update.unchecked else ""
         return Answer(200, message, particulars | ({FENCED: dropped} if dropped else {}))
     message = _forward_message(version, loaded, waiting, dropped)
     return Answer(500, message, {**particulars, FENCED: dropped, "reason": UpdateReason.TOO_FEW_ENGINES.value})

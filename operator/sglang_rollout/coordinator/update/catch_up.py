@@ -7,10 +7,11 @@ only for its last step, so that the gate opens in a fleet that is at rest.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from sglang_rollout.api.weights_spec import Verify
+from sglang_rollout.coordinator.update.complete_push import note_names, read_model, request_restarts
+from sglang_rollout.coordinator.update.completeness import Held, Rule
 from sglang_rollout.coordinator.update.engine import FIRST_RETRY_SECONDS, Engine, retry_pause
 from sglang_rollout.coordinator.update.events import Result
 from sglang_rollout.coordinator.update.loading import activate
@@ -19,13 +20,14 @@ from sglang_rollout.coordinator.update.requests import Answer, Body
 from sglang_rollout.coordinator.update.staging import MAX_PEERS, holders, kept_updates, parents_of_one, stage_body
 from sglang_rollout.coordinator.update.steps import ANSWER_MARGIN_SECONDS, fence, same_body, send, send_and_mark_dirty, sync, turn
 from sglang_rollout.coordinator.update.store import STORE
+from sglang_rollout.coordinator.update.tensor_names import TensorNames
 from sglang_rollout.coordinator.update.verify import checksums_of_holders
 from sglang_rollout.coordinator.update.versions import order_key
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.sglang.checksums import CHECKSUM, Checksums
 from sglang_rollout.wire.agent import AckRequest, CheckpointRequest
 from sglang_rollout.wire.ports import AGENT_ACK, AGENT_CHECKPOINT, AGENT_RUN, AGENT_STAGE, STORE_FETCH
-from sglang_rollout.wire.states import EngineState, FleetState, StagedVersion, Version
+from sglang_rollout.wire.states import BASE, EngineState, FleetState, StagedVersion, Version
 
 SNAPSHOT_SECONDS = 3600.0
 """Time for the weight store to load a snapshot. A load that is late starts again from its beginning, so a slow volume needs enough time."""
@@ -106,7 +108,6 @@ async def catch_up(fleet: Fleet, name: str, found: Checkpoint | StagedVersion) -
     if version is None:
         raise RuntimeError("no engine can catch up before the committed version is proved")
     engine.note = f"it loads version {version.label} from {_describe(found)}."
-    names: Iterable[str] = ()
     try:
         if isinstance(found, StagedVersion):
             await _load_copy(fleet, engine, found, version)
@@ -114,13 +115,11 @@ async def catch_up(fleet: Fleet, name: str, found: Checkpoint | StagedVersion) -
             await _rejoin(fleet, engine, version)
         else:
             folder = await _check_folder(fleet, engine, found)
-            names = folder.names or ()
+            await _note_folder(fleet, engine, folder)
             await _load(fleet, engine, folder.path or found.request.path, version)
             await turn()
             await _open_gate(fleet, engine, version)
     except _FailedError as error:
-        # The folder may hold something else than it should. The next update of this engine must bring these tensors.
-        fleet.weights.announced.add(names)
         pause = engine.retry_later(fleet.now)
         engine.note = (
             f"it could not load version {version.label}: {error}. It tries again in {pause:.0f} s;"
@@ -285,6 +284,22 @@ async def _check_folder(fleet: Fleet, engine: Engine, found: Checkpoint) -> Resu
     if fleet.engines.get(name) is not engine or engine.boot != boot:
         raise _FailedError("the engine was restarted meanwhile")
     return reply
+
+
+async def _note_folder(fleet: Fleet, engine: Engine, folder: Result) -> None:
+    """Note the tensors that the engine receives from a folder. Raises _FailedError if the folder lacks tensors for this engine."""
+    name, boot, doubt = engine.wanted.name, engine.boot, fleet.weights.doubt
+    names = folder.names or frozenset()
+    held = Held(base=engine.holds(BASE), doubt=doubt.has(name, boot), blank=engine.blank)
+    rule = Rule(TensorNames(names), fleet.weights.names, doubt.names, await read_model(fleet))
+    lacking = rule.find_lacking(held)
+    if lacking is not None and not folder.compared:
+        request_restarts(fleet, [] if lacking.is_committed else [name])
+        raise _FailedError(f"the folder lacks {lacking}")
+    if boot is not None:
+        doubt.begin(name, boot)
+    if not await note_names(fleet, names):
+        raise _FailedError("the names of its tensors cannot be recorded, because the API server does not answer")
 
 
 async def _load(fleet: Fleet, engine: Engine, path: str, version: Version) -> None:

@@ -35,6 +35,8 @@ class Result:
     """False if an agent refused to load a staged version before the engine changed any weight."""
     flushed: bool = True
     """False if an engine that loaded a staged version kept its prefix cache."""
+    changed: bool = True
+    """False if it is proved that the load of a staged version changed no tensor of the engine."""
     running: bool = False
     """True if an engine that loaded a staged version generates again."""
     digest: str | None = None
@@ -45,6 +47,8 @@ class Result:
     """The tensors of a checkpoint, if the reply was about one and names were asked for."""
     shapes: Mapping[str, list[int] | None] | None = None
     """Shape of each tensor, None if its values are packed, if the reply was about the engine's own model."""
+    is_random: bool = False
+    """True if the reply was about the engine's own model, and the engine was started with random weights."""
     path: str | None = None
     """The folder of a checkpoint, if the reply was about one."""
     compared: bool = False

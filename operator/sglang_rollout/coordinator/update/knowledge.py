@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from sglang_rollout.coordinator.update.adapters import adapter_of
+from sglang_rollout.coordinator.update.completeness import Doubt
 from sglang_rollout.coordinator.update.engine import Engine
 from sglang_rollout.coordinator.update.events import Seen, StoreSeen, Wanted
 from sglang_rollout.coordinator.update.failed_commit import RESTARTED, read_row
@@ -27,7 +28,8 @@ from sglang_rollout.coordinator.update.phases import Phase
 from sglang_rollout.coordinator.update.ranks import Group
 from sglang_rollout.coordinator.update.steps import Results
 from sglang_rollout.coordinator.update.store import STORE, Store
-from sglang_rollout.coordinator.update.versions import AnnouncedTensors, newest, order_key
+from sglang_rollout.coordinator.update.tensor_names import TensorNames
+from sglang_rollout.coordinator.update.versions import newest, order_key
 from sglang_rollout.wire.agent import AgentStatus
 from sglang_rollout.wire.record import EndedUpdate, Record, UpdateOutcome, UpdateReason
 from sglang_rollout.wire.staged import StoreStatus
@@ -159,6 +161,7 @@ class Knowledge:
             self._note_formed()
             self._count_epoch()
             self._drop_lost_groups()
+            self._settle_doubt()
 
     def describe_awaited(self) -> str:
         """Return which engines a rebuild waits for, as a phrase."""
@@ -206,7 +209,11 @@ class Knowledge:
             fleet.adapters.of_trainers = {row.name: adapter_of(row) for row in self._record.adapters if not row.by_spec}
             fleet.weights.fleet_id = self._record.fleet_id or fleet.weights.fleet_id
             fleet.weights.engine_checksums = dict(self._record.engine_checksums)
-            fleet.weights.announced = AnnouncedTensors.unpack(self._record.announced)
+            fleet.weights.names = TensorNames.unpack(self._record.names)
+            doubtful = TensorNames.unpack(self._record.doubtful_names) | fleet.weights.names
+            listed = [row.name for row in self._record.engines]
+            boots = {listed[place]: boot for place, boot in self._record.doubtful_engines.items()}
+            fleet.weights.doubt = Doubt(doubtful, boots, {listed[place] for place in self._record.restarts})
             fleet.weights.groups = frozenset(self._record.sources)
             if self._record.released_to_trainer is not None:
                 fleet.interruptions.release_to_trainer(self._record.released_to_trainer)
@@ -217,6 +224,8 @@ class Knowledge:
             if same if fleet.is_staged else before == {(name, engine.boot) for name, engine in fleet.members().items()}:
                 self._signature = self._members()
             self._wait_for_trainer(self._record)
+        if self._record is not None and order_key(proved.committed) > order_key(self._record.committed):
+            self._note_proved_names()
         fleet.commit(proved.committed, self._find_author(proved.committed))
         fleet.weights.staged = self._find_staged(proved.committed)
         if self._record is not None and self._record.committed == proved.committed:
@@ -311,6 +320,7 @@ class Knowledge:
             return
         proved = prove_version(None, self._statuses(), self._given_up)
         if order_key(proved) > order_key(fleet.committed):
+            self._note_proved_names()
             fleet.commit(proved, self._find_author(proved))
             fleet.weights.staged = self._find_staged(proved)
             self._note_proved(proved)
@@ -340,6 +350,25 @@ class Knowledge:
         if members != self._signature:
             self._signature = members
             self._fleet.membership.epoch += 1
+
+    def _note_proved_names(self) -> None:
+        """Note the tensors of a commit that an earlier coordinator did not record: those that engines may have received are among them."""
+        weights = self._fleet.weights
+        weights.names |= weights.doubt.names
+
+    def _settle_doubt(self) -> None:
+        """Forget what engines may hold that are clean, that have restarted, or that do not belong to the fleet any more."""
+        fleet = self._fleet
+        taking_part = fleet.update.boots if fleet.update is not None and fleet.update.staged is None else {}
+        settled = []
+        for name, boot in fleet.weights.doubt.engines.items():
+            engine = fleet.engines.get(name)
+            if name in taking_part or (engine is not None and engine.is_catching_up):
+                continue  # it may receive tensors, although it is still clean
+            is_clean = engine is not None and (engine.holds(BASE) or (fleet.committed is not None and engine.holds(fleet.committed)))
+            if engine is None or is_clean or engine.boot not in (None, boot):
+                settled.append(name)
+        fleet.weights.doubt.end(settled)
 
     def _drop_lost_groups(self) -> None:
         """Drop process groups without any member left. Their trainer gets the same refusal without them."""

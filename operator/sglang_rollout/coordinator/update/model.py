@@ -13,12 +13,14 @@ from datetime import UTC, datetime
 from typing import Any
 
 from sglang_rollout.api.weights_spec import Transport, Weights
+from sglang_rollout.coordinator.update.completeness import Model
 from sglang_rollout.coordinator.update.engine import Engine
 from sglang_rollout.coordinator.update.failed_commit import make_row
 from sglang_rollout.coordinator.update.interruption import Cause, Interruption, Interruptions, in_order
 from sglang_rollout.coordinator.update.phases import Phase, Transaction, Update
 from sglang_rollout.coordinator.update.ranks import Group, RankTable, rank_table
 from sglang_rollout.coordinator.update.store import STORE, Store
+from sglang_rollout.coordinator.update.tensor_names import MAX_STORED_HASHES
 from sglang_rollout.coordinator.update.versions import Committed
 from sglang_rollout.wire.agent import SyncRequest
 from sglang_rollout.wire.record import Adapter, EndedUpdate, GroupFailure, Isolation, Record
@@ -26,6 +28,18 @@ from sglang_rollout.wire.states import FleetMode, FleetState, Version
 
 MAX_REASONS_CHARACTERS = 100_000
 """Room for the reasons of all engines in the record, which must fit into a ConfigMap (1 MiB): 200 characters each for 500 engines."""
+
+
+@dataclass(frozen=True)
+class KnownModel:
+    """What one engine has reported about the tensors of its model."""
+
+    engine: str
+    boot: str
+    """Boot ID of the engine."""
+    until: float
+    """When the engine is asked again."""
+    model: Model
 
 
 @dataclass
@@ -39,6 +53,8 @@ class Membership:
     """Grows when the set of members or the boot ID of any member changes."""
     formed: bool = False
     """True once the fleet was complete or has taken weights. From then on it continues with the engines that are there."""
+    model: KnownModel | None = None
+    """The tensors of the model that the engines run; None: no engine was asked."""
     base: int | None = None
     """Engines that make the fleet complete; None: all that are wanted."""
     group_failure: GroupFailure | None = None
@@ -339,6 +355,8 @@ class Fleet:
             return None
         places = {name: place for place, name in enumerate(self.engines)}
         room = MAX_REASONS_CHARACTERS // max(1, len(self.engines))
+        doubtful = weights.doubt.names - weights.names
+        doubtful_room = min(len(doubtful), MAX_STORED_HASHES - min(len(weights.names), MAX_STORED_HASHES // 2))
         return Record(
             term=self.term,
             epoch=self.epoch,
@@ -364,7 +382,10 @@ class Fleet:
             checksums=weights.checksums,
             disk=weights.disk,
             staged=weights.staged,
-            announced=weights.announced.pack(),
+            names=weights.names.pack(MAX_STORED_HASHES - doubtful_room),
+            doubtful_names=doubtful.pack(doubtful_room),
+            doubtful_engines={places[name]: boot for name, boot in weights.doubt.engines.items() if name in places},
+            restarts=sorted(places[name] for name in weights.doubt.restarts if name in places),
             sources=sorted(weights.groups),
             released_to_trainer=list(interruptions.released_to_trainer) if self.mode is not None else None,
             released_at_engines={name: list(in_order(tags)) for name, tags in interruptions.at_engines.items() if name in self.engines},

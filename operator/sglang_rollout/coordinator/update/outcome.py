@@ -9,6 +9,7 @@ from sglang_rollout.coordinator.update.interruption import Cause
 from sglang_rollout.coordinator.update.membership import engines_without_tensors, is_enough
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.phases import Phase, StagedUpdate, Update
+from sglang_rollout.coordinator.update.proof import commit_names, drop_incomplete, find_dropped
 from sglang_rollout.coordinator.update.requests import Answer
 from sglang_rollout.coordinator.update.staging import kept_updates
 from sglang_rollout.coordinator.update.steps import (
@@ -27,7 +28,7 @@ from sglang_rollout.coordinator.update.steps import (
     write,
 )
 from sglang_rollout.coordinator.update.store import STORE, leave_path
-from sglang_rollout.coordinator.update.verify import announce_model_tensors, commit_tensors, find_incomplete, should_verify, verify
+from sglang_rollout.coordinator.update.verify import should_verify, verify
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.agent import AckRequest
 from sglang_rollout.wire.ports import AGENT_ACK, AGENT_DROP, STORE_DROP
@@ -38,6 +39,7 @@ MAX_REASON_CHARACTERS = 4000
 """Longest reason of the last update in the record. The trainer's answer has all of it."""
 DROP_PATIENCE_SECONDS = 0.5
 """How much later than half of the agents another one may have deleted its copy, at least. The next call of the trainer waits for it."""
+NAMES_AND_SHAPES = "names and shapes of tensors"
 FENCED = "fenced"
 """Key in an answer: the engines that a commit left behind, each with the reason."""
 
@@ -90,9 +92,9 @@ def missing_stages(fleet: Fleet, update: Update) -> list[str]:
 
 async def verify_and_commit(fleet: Fleet, update: Update, results: Results, *, answer_now: bool = True) -> Answer:
     """Verify and commit on the engines that may still commit, if they are enough. All tensors have arrived."""
-    await announce_model_tensors(fleet, update, update.remaining())
-    update.drop(find_incomplete(fleet, update), UpdateReason.INCOMPLETE)
-    if has_enough_engines(fleet, update) and should_verify(fleet):
+    await drop_incomplete(fleet, update)
+    dropped = find_dropped(fleet, update)
+    if has_enough_engines(fleet, update) and (should_verify(fleet) or len(dropped)):
         update.drop(await verify(fleet, update.remaining()), UpdateReason.VERIFICATION_FAILED)
     if not has_enough_engines(fleet, update):
         return await _fail_for(fleet, update, results)
@@ -157,7 +159,7 @@ async def _commit(fleet: Fleet, unflushed: list[str]) -> Answer:
         return await _fail_for(fleet, update, results)
     cohort, dropped = update.remaining(), dict(update.dropped)
     outcome = UpdateOutcome.PARTIAL if dropped else UpdateOutcome.COMMITTED
-    commit_tensors(fleet, update, version)
+    commit_names(fleet, update, version, cohort, find_dropped(fleet, update))
     fleet.weights.groups = frozenset(update.data) or fleet.weights.groups
     fleet.transaction.close()
     fleet.weights.commits += 1
@@ -178,9 +180,15 @@ async def _commit(fleet: Fleet, unflushed: list[str]) -> Answer:
     particulars = commit_particulars(fleet, version, {**results, **synced}) | {"outcome": outcome.value}
     if unflushed:
         particulars["cache_not_flushed"] = unflushed
+    particulars |= unchecked_particulars(update)
     if not dropped:
-        return Answer(200, "Success", particulars)
+        return Answer(200, f"Success. {update.unchecked}" if update.unchecked else "Success", particulars)
     return Answer(200, f"Success: {partial_message(fleet, dropped)}", {**particulars, FENCED: dropped})
+
+
+def unchecked_particulars(update: Update) -> dict[str, object]:
+    """Return what an answer says of names and shapes that were not compared with the model; empty if all were."""
+    return {"unchecked": {"what": [NAMES_AND_SHAPES], "why": update.unchecked}} if update.unchecked else {}
 
 
 def partial_message(fleet: Fleet, dropped: Mapping[str, str]) -> str:
@@ -262,7 +270,7 @@ async def fail_update(
         update.reason = code
         outcome = UpdateOutcome.ABORTED if code is UpdateReason.WITHDRAWN else UpdateOutcome.FAILED
         fleet.transaction.end(summarize_update(fleet, fleet.target(), outcome, update, reason))
-        _forget_staged(fleet, update)
+        _reserve_staged(fleet, update)
         kept = f"The update was given up: version {fleet.committed} stays committed"
         sentence = f"{reason.rstrip('.')} (phase {phase.value}). {kept}{_way_out(fleet, update)}"
     elif current is not None:
@@ -293,15 +301,13 @@ async def _drop_copies(fleet: Fleet, staged: StagedUpdate) -> None:
     await send(AGENT_DROP, same_body(names, {"update": staged.id}), SYNC_DEADLINE_SECONDS, patience=DROP_PATIENCE_SECONDS)
 
 
-def _forget_staged(fleet: Fleet, update: Update) -> None:
-    """Forget the tensors of a failed version that no engine has seen, and keep its number from other weights if one has."""
+def _reserve_staged(fleet: Fleet, update: Update) -> None:
+    """Keep the number of a failed version from other weights if an engine has seen the version."""
     staged = update.staged
     if staged is None:
         return
-    if not staged.called:
-        fleet.weights.announced.remove(staged.new_names)
-        return
-    fleet.weights.reserve([staged.version])
+    if staged.called:
+        fleet.weights.reserve([staged.version])
 
 
 def _way_out(fleet: Fleet, update: Update) -> str:
@@ -361,6 +367,7 @@ def summarize_update(
         engines=list(engines), author=update.author, bytes=update.bytes, reason=update.reason,
         update=update.staged.id if update.staged is not None else "",
         transferred=update.staged.transferred if update.staged is not None else None,
+        unchecked=update.unchecked[:MAX_REASON_CHARACTERS],
     )  # fmt: skip
 
 

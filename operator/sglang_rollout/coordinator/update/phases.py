@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from sglang_rollout.coordinator.update.completeness import Held
 from sglang_rollout.coordinator.update.requests import Answer, Call
 from sglang_rollout.wire.record import MAX_RECENT_UPDATES, EndedUpdate, UpdateOutcome, UpdateReason
 from sglang_rollout.wire.states import Version
@@ -145,8 +146,6 @@ class StagedUpdate:
     """Engines among them that kept their prefix caches, because requests still run."""
     checksums: dict[int, tuple[str, ...]] = field(default_factory=dict)
     """Checksums of the version, by the number of an engine's ranks, as the first engines reported them."""
-    new_names: list[str] = field(default_factory=list)
-    """Tensors that no push before has announced."""
     lost: set[str] = field(default_factory=set)
     """Engines that were restarted or went away since the version was complete. They load it when they are back."""
 
@@ -183,14 +182,18 @@ class Update:
     """Seconds that the slowest of those took to end its session."""
     checksums: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     """What the trainer says its weights are, by the number of an engine's ranks; empty if it says nothing."""
-    held_committed: set[str] = field(default_factory=set)
-    """Engines that held the committed version when they joined the update."""
-    held_base: set[str] = field(default_factory=set)
-    """Engines that held what ``model.path`` holds when they joined the update."""
-    blank: set[str] = field(default_factory=set)
-    """Engines of which no tensor was known when they joined: their weights had been released."""
+    held: dict[str, Held] = field(default_factory=dict)
+    """What each engine held when it joined the update."""
     tensors: dict[tuple[str, ...], set[str]] = field(default_factory=dict)
-    """Names of the tensors that came, by the engines that received them."""
+    """Names of the tensors that came, by the engines that received them. Noted before engines receive the tensors."""
+    unchecked: str = ""
+    """What was not compared with the engines' model, and why, as sentences; empty if nothing."""
+    before: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Checksums of engines before their first tensors, if only these can tell whether the tensors' names belong to the model."""
+    has_changed_nothing: bool = False
+    """True if it is proved that the update changed no tensor of any engine."""
+    is_whole: bool = False
+    """True if it is proved that an engine which starts from ``model.path`` needs only the tensors of this update."""
     names_unknown: bool = False
     """True if no names are known: tensors come as handles, or all of them from a checkpoint."""
     checkpoint: frozenset[str] | None = None

@@ -72,6 +72,8 @@ class Update:
     group: str | None
     label: str | None
     body: Body
+    check_model: bool = True
+    """False: the trainer knows that the engines' model may not have these tensors."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,8 @@ class Upload:
 
     shards: tuple[Shard, ...]
     label: str | None = None
+    check_model: bool = True
+    """False: the trainer knows that the engines' model may not have these tensors."""
     base: str = ""
     """Digest of the committed version from which pieces may come as differences; empty: all come whole."""
 

@@ -12,13 +12,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from sglang_rollout.checkpoints.format import DTYPE_OF_TORCH, ITEM_BITS
+from sglang_rollout.coordinator.update.complete_push import (
+    Tensors,
+    announced_names,
+    announced_tensors,
+    describe_misfits,
+    note_checked,
+    note_held_weights,
+    note_names,
+    read_model,
+)
+from sglang_rollout.coordinator.update.completeness import Model
 from sglang_rollout.coordinator.update.events import Result
-from sglang_rollout.coordinator.update.membership import require_members
+from sglang_rollout.coordinator.update.membership import refuse_asleep, require_members
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.named_folders import check_folder
 from sglang_rollout.coordinator.update.outcome import fail_update, reply_and_fence_dropped, verify_and_commit
 from sglang_rollout.coordinator.update.phases import Phase
 from sglang_rollout.coordinator.update.phases import Update as OpenUpdate
+from sglang_rollout.coordinator.update.proof import note_before
 from sglang_rollout.coordinator.update.requests import Answer, Body, FromDisk, Update
 from sglang_rollout.coordinator.update.steps import (
     GRACE_SECONDS,
@@ -30,7 +42,6 @@ from sglang_rollout.coordinator.update.steps import (
     send_and_mark_dirty,
 )
 from sglang_rollout.coordinator.update.transaction import find_group, open_sessions, pause_for_update, refuse_stale_group
-from sglang_rollout.coordinator.update.verify import announced_names, note_held_weights, note_received
 from sglang_rollout.sglang.api import ControlCall, PauseMode
 from sglang_rollout.wire.arguments import is_shape
 from sglang_rollout.wire.reasons import RefusedError
@@ -38,6 +49,10 @@ from sglang_rollout.wire.record import OnDisk, UpdateReason
 
 MAX_COUNTED_BYTES = 2**53
 """Every JSON parser reads integers up to this one exactly. A push is never as large."""
+UNRECORDED = (
+    "the names of these tensors are new, and they cannot be recorded, because the API server does not answer. Engines received nothing of"
+    " this call"
+)
 DISK_PATIENCE_SECONDS = 60.0
 """How much later than half of the engines another one may have loaded a checkpoint, at least: its node may have to read files that the
 nodes of the others have in memory."""
@@ -73,8 +88,9 @@ async def deliver(fleet: Fleet, delivery: Delivery) -> Results:
     update = fleet.require_update()
     fleet.enter(Phase.TRANSFER)
     update.label = delivery.label or update.label  # a failure, too, is reported under the trainer's label
-    # Before the call: engines may hold these tensors even if no answer comes.
-    new = fleet.weights.announced.add(delivery.names or ())
+    if delivery.group is not None:
+        # Before the call: engines may hold these tensors even if no answer comes, or if they refuse the call after some of them.
+        update.tensors.setdefault(tuple(delivery.bodies), set()).update(delivery.names or ())
     update.bytes = None if update.bytes is None or delivery.bytes is None else update.bytes + delivery.bytes
     limit, grace, patience = fleet.policy.deadlines.update_seconds, delivery.grace, delivery.patience
     if delivery.has_session:
@@ -82,10 +98,8 @@ async def deliver(fleet: Fleet, delivery: Delivery) -> Results:
     else:
         results = await send_and_mark_dirty(fleet, delivery.path, delivery.bodies, limit, grace=grace, patience=patience)
     failed = failures(results)
-    if delivery.group is not None:
-        note_received(fleet, update, delivery.names or frozenset(), new, results)
-        if not failed:
-            update.data.add(delivery.group)
+    if delivery.group is not None and not failed:
+        update.data.add(delivery.group)
     for name in delivery.bodies.keys() - failed.keys():
         update.received.add(name)
         update.flushed.discard(name)
@@ -111,12 +125,19 @@ async def receive_from_group(fleet: Fleet, ask: Update) -> Answer:
     """Send tensors to every member of the process group. If one member fails, the update fails."""
     group = find_group(fleet, ask.group)
     refuse_stale_group(fleet, group)
+    refuse_asleep(fleet)
+    model, tensors = await read_model(fleet), announced_tensors(ask.body)
+    failed = await _refuse_misfits(fleet, model, ask, tensors)
     session = {key: ask.body[key] for key in ("selector",) if key in ask.body}
-    failed = await open_sessions(fleet, group.boots, session)
+    failed = failed or await open_sessions(fleet, group.boots, session)
     if failed is not None:
         return failed
+    update, names = fleet.require_update(), announced_names(ask.body)
+    note_checked(update, model, tensors)
+    await note_before(fleet, update, model, names)
+    if not await note_names(fleet, names):
+        return await fail_update(fleet, UpdateReason.OTHER, UNRECORDED)
     body = keep_cache_in_place(fleet, {**ask.body, "group_name": group.name})
-    names = announced_names(ask.body)
     bodies, size = same_body(group.boots, body), count_bytes(ask.body)
     delivery = Delivery(ControlCall.UPDATE_DISTRIBUTED.path, bodies, ask.label, names, group.name, size, grace=GRACE_SECONDS)
     results = await deliver(fleet, delivery)
@@ -127,6 +148,16 @@ async def receive_from_group(fleet: Fleet, ask: Update) -> Answer:
         return await fail_update(fleet, UpdateReason.ENGINE_FAILED, why, results, engine=name)
     message = next(iter(results.values())).message or "Succeeded to update parameter online."
     return Answer(200, message, {"engines": results_by_engine(results), "version": str(fleet.target())})
+
+
+async def _refuse_misfits(fleet: Fleet, model: Model, ask: Update, tensors: Tensors) -> Answer | None:
+    """Refuse tensors that the model does not have. An update that is open fails, because it lacks them."""
+    problem = describe_misfits(model, tensors) if ask.check_model else ""
+    if problem and fleet.update is not None:
+        return await fail_update(fleet, UpdateReason.MISFIT, problem)
+    if problem:
+        raise RefusedError(f"{problem} No engine has received anything.", fleet=fleet.advice())
+    return None
 
 
 def count_bytes(body: Body) -> int | None:
@@ -196,12 +227,14 @@ async def load_from_disk(fleet: Fleet, ask: FromDisk, checked: CheckedFolder) ->
         return failed
     update = fleet.transaction.update = OpenUpdate(dict(boots), fleet.now, ask.label or fleet.transaction.label, fleet.caller)
     fleet.hold()
+    note_held_weights(fleet, update, boots)
     if checked.is_compared or names is None:
         update.names_unknown, update.checkpoint = True, names
     else:
         # No pod could compare the checkpoint with the model, so it brings the tensors that it has, like a trainer.
-        note_held_weights(fleet, update, boots)
         update.tensors[tuple(boots)] = set(names)
+    if not await note_names(fleet, names or ()):
+        return await fail_update(fleet, UpdateReason.OTHER, UNRECORDED)
     bodies = same_body(boots, _body(ask))
     results = await deliver(
         fleet,

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from sglang_rollout.coordinator.update.activation import commit_staged, staged_part
+from sglang_rollout.coordinator.update.complete_push import Tensors, announced_names, describe_misfits, note_checked, read_model
 from sglang_rollout.coordinator.update.loading import finish_roll
 from sglang_rollout.coordinator.update.membership import refuse_asleep, require_store
 from sglang_rollout.coordinator.update.model import Fleet
-from sglang_rollout.coordinator.update.outcome import abandon, fail_update
+from sglang_rollout.coordinator.update.outcome import NAMES_AND_SHAPES, abandon, fail_update
 from sglang_rollout.coordinator.update.phases import Phase, StagedUpdate
 from sglang_rollout.coordinator.update.phases import Update as OpenUpdate
 from sglang_rollout.coordinator.update.requests import Answer, Begin, CommitUpload, Pause, Request, Update, Upload, WithdrawUpload
@@ -19,8 +20,7 @@ from sglang_rollout.coordinator.update.staging import (
     FLATTENED,
     count_bytes,
     describe_large,
-    describe_misfits,
-    find_misfits,
+    find_repeated,
     kept_updates,
     parents_in_tree,
     refuse_large,
@@ -32,7 +32,6 @@ from sglang_rollout.coordinator.update.staging import (
 from sglang_rollout.coordinator.update.steps import ANSWER_MARGIN_SECONDS, reply, send
 from sglang_rollout.coordinator.update.store import STORE
 from sglang_rollout.coordinator.update.transaction import find_group, live_members, refuse_stale_group
-from sglang_rollout.coordinator.update.verify import announced_names, read_model_tensors
 from sglang_rollout.wire.ports import AGENT_STAGE, FLEET_UPDATES, STORE_OPEN, STORE_RECEIVE
 from sglang_rollout.wire.reasons import Refusal, RefusalCode, RefusedError
 from sglang_rollout.wire.record import EndedUpdate, UpdateOutcome, UpdateReason
@@ -124,7 +123,12 @@ async def receive(fleet: Fleet, ask: Update) -> Answer:
     group = find_group(fleet, ask.group)
     refuse_stale_group(fleet, group)
     shard, limit = shard_of(ask.body), size_limit(fleet)
-    size = count_bytes([shard])
+    size, model, tensors = count_bytes([shard]), await read_model(fleet), _tensors_of([shard])
+    problem = describe_misfits(model, tensors) if ask.check_model else ""
+    if problem and fleet.update is None:
+        raise RefusedError(f"{problem} Nothing was sent.", fleet=fleet.advice())
+    if problem:
+        return await fail_update(fleet, UpdateReason.MISFIT, problem)
     if fleet.update is None:
         refuse_large(size, limit)
         await _open_update(fleet, ask.label or fleet.transaction.label)
@@ -136,7 +140,7 @@ async def receive(fleet: Fleet, ask: Update) -> Answer:
         return await fail_update(fleet, UpdateReason.TOO_LARGE, describe_large(update.bytes, limit))
     fleet.enter(Phase.STAGE)
     names, seconds = announced_names(ask.body), fleet.policy.deadlines.update_seconds
-    staged.new_names += fleet.weights.announced.add(names)
+    note_checked(update, model, tensors)
     request = StoreReceiveRequest(
         update=staged.id, group_name=group.name, shard=shard, flattened=ask.body.get("load_format") == FLATTENED, deadline=seconds
     )
@@ -157,13 +161,17 @@ async def check_upload(fleet: Fleet, ask: Upload) -> int:
     require_store(fleet)
     size = count_bytes(ask.shards)
     refuse_large(size, size_limit(fleet))
-    for name in list(fleet.members())[:1]:
-        model = await read_model_tensors(fleet, name)
-        # A pod that cannot read the model leaves the decision to the engines.
-        problems = find_misfits(ask.shards, model.names or (), model.shapes) if model.shapes is not None else []
-        if problems:
-            raise RefusedError(describe_misfits(problems, name), fleet={"problems": len(problems)})
+    repeated = find_repeated(ask.shards)
+    if repeated:
+        raise RefusedError(f"The tensor {repeated} comes twice. Nothing was uploaded.")
+    problem = describe_misfits(await read_model(fleet), _tensors_of(ask.shards))
+    if problem and ask.check_model:
+        raise RefusedError(f"{problem} Nothing was uploaded.")
     return size
+
+
+def _tensors_of(shards: Iterable[Shard]) -> Tensors:
+    return [(tensor.name, tensor.shape) for shard in shards for tensor in shard.tensors]
 
 
 def _refuse_other_base(fleet: Fleet, base: str) -> None:
@@ -186,6 +194,7 @@ async def open_upload(fleet: Fleet, ask: Upload, size: int) -> Answer:
     staged = await _open_update(fleet, ask.label or fleet.transaction.label, shards=ask.shards, base=ask.base)
     update = fleet.require_update()
     update.bytes = size
+    note_checked(update, await read_model(fleet), _tensors_of(ask.shards))
     update.tensors[(STORE,)] = {tensor.name for shard in ask.shards for tensor in shard.tensors}
     details = {
         "update": staged.id, "piece_bytes": PIECE_BYTES, "expires_seconds": fleet.policy.deadlines.total_seconds,
@@ -226,6 +235,7 @@ def _answer_ended(fleet: Fleet, update: str) -> Answer:
     details |= {"epoch": fleet.epoch, "committed": ended.version.model_dump(mode="json")}
     committed = fleet.weights.staged
     details |= {"digest": committed.digest} if committed is not None and committed.update == update else {}
+    details |= {"unchecked": {"what": [NAMES_AND_SHAPES], "why": ended.unchecked}} if ended.unchecked else {}
     if ended.reason is UpdateReason.TOO_FEW_ENGINES:
         return Answer(500, ended.message, {**details, "reason": ended.reason.value})
     return Answer(200, f"Success: {ended.message}" if ended.message else "Success", details)

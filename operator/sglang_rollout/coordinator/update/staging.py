@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from sglang_rollout.api.weights_spec import Staging
 from sglang_rollout.checkpoints.format import DTYPE_OF_TORCH, ITEM_BITS
@@ -20,8 +20,6 @@ from sglang_rollout.wire.reasons import RefusedError, quote_value
 from sglang_rollout.wire.staged import Shard, StagedTensor, StageRequest
 from sglang_rollout.wire.states import StagedVersion, Version
 
-MAX_NAMED_PROBLEMS = 50
-"""Tensors that a refusal names."""
 MAX_PEERS = 3
 """Agents from which a single engine, or the store, copies a committed version, before the store."""
 FLATTENED = "flattened_bucket"
@@ -170,35 +168,11 @@ def describe_large(total: int, limit: int) -> str:
     return f"This version has {total} bytes, and weights.staging.sizeLimit allows {limit}. Raise the limit in the spec."
 
 
-def find_misfits(shards: Iterable[Shard], required: Iterable[str], shapes: Mapping[str, list[int] | None]) -> list[str]:
-    """Return what does not fit the model, as clauses: repeated, unknown, misshapen and missing tensors.
-
-    Args:
-        shards: The tensors of a version.
-        required: Names that a complete version must have.
-        shapes: Shape of each tensor of the model; None: its values are packed, and its shape is not compared.
-    """
-    problems: list[str] = []
-    known = shapes.keys()
+def find_repeated(shards: Iterable[Shard]) -> str:
+    """Return a tensor that comes twice; empty if none does."""
     seen: set[str] = set()
     for tensor in (tensor for shard in shards for tensor in shard.tensors):
         if tensor.name in seen:
-            problems.append(f"{tensor.name} comes twice")
-        elif tensor.name not in known and not _is_optional(tensor.name):
-            problems.append(f"{tensor.name} is not in the model")
-        elif (expected := shapes.get(tensor.name)) is not None and expected != tensor.shape:
-            problems.append(f"{tensor.name} has shape {tensor.shape}, expected {expected}")
+            return tensor.name
         seen.add(tensor.name)
-    return [*problems, *(f"{name} is missing" for name in required if name not in seen)]
-
-
-def _is_optional(name: str) -> bool:
-    """Return True for a tensor that a model without it ignores: the output layer of tied embeddings, and computed frequencies."""
-    return name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq")
-
-
-def describe_misfits(problems: Sequence[str], engine: str) -> str:
-    """Return the first problems as a sentence."""
-    more = f"; and {len(problems) - MAX_NAMED_PROBLEMS} more" if len(problems) > MAX_NAMED_PROBLEMS else ""
-    shown = "; ".join(problems[:MAX_NAMED_PROBLEMS])
-    return f"The tensors do not fit the model of engine {engine}: {shown}{more}. Nothing was uploaded."
+    return ""

@@ -145,9 +145,12 @@ def results_by_engine(results: Results) -> dict[str, Any]:
 
 
 async def fence(fleet: Fleet, names: Iterable[str], reason: str) -> Results:
-    """Give up an update on these engines: sessions end, clean engines resume, dirty engines stay closed."""
-    body = FenceRequest(message=reason, stuck_after=fleet.policy.deadlines.stuck_seconds).model_dump(mode="json")
-    return await send(AGENT_FENCE, same_body(names, body), FENCE_DEADLINE_SECONDS, idempotent=True)
+    """Give up an update on these engines: sessions end, clean engines resume, dirty engines stay closed, or restart if they must."""
+    stuck_after, doubt = fleet.policy.deadlines.stuck_seconds, fleet.weights.doubt
+    restarts = {name: doubt.must_restart(name, fleet.boot(name)) for name in names}
+    requests = {name: FenceRequest(message=reason, restart=restart, stuck_after=stuck_after) for name, restart in restarts.items()}
+    bodies = {name: request.model_dump(mode="json") for name, request in requests.items()}
+    return await send(AGENT_FENCE, bodies, FENCE_DEADLINE_SECONDS, idempotent=True)
 
 
 async def sync(fleet: Fleet, only: Iterable[str] | None = None) -> Results:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from sglang_rollout.api.weights_spec import TrainerPause
 from sglang_rollout.coordinator.update.commit import commit_open_update
+from sglang_rollout.coordinator.update.complete_push import note_held_weights
 from sglang_rollout.coordinator.update.events import Result
 from sglang_rollout.coordinator.update.failed_commit import commits_by_flush
 from sglang_rollout.coordinator.update.interruption import Cause, Interruption
@@ -37,7 +38,6 @@ from sglang_rollout.coordinator.update.steps import (
     send_and_mark_dirty,
 )
 from sglang_rollout.coordinator.update.store import describe_peer
-from sglang_rollout.coordinator.update.verify import note_held_weights
 from sglang_rollout.coordinator.update.versions import newest
 from sglang_rollout.sglang.api import ControlCall, MemoryTag
 from sglang_rollout.wire.reasons import RefusedError

@@ -14,6 +14,7 @@ from typing import Any
 from sglang_rollout.api.weights_spec import OnLoss
 from sglang_rollout.coordinator.update import adapters as lora
 from sglang_rollout.coordinator.update import memory
+from sglang_rollout.coordinator.update.complete_push import find_doubtful, restart_doubtful
 from sglang_rollout.coordinator.update.interruption import Cause, Interruption
 from sglang_rollout.coordinator.update.knowledge import Knowledge
 from sglang_rollout.coordinator.update.membership import engines_without_tensors, name_engines
@@ -67,6 +68,11 @@ class Upkeep:
             Task("resume for a trainer that is back", self._returned_trainer, lambda _: _resume_for_trainer(fleet)),
             Task("wait for a trainer", self._awaited_trainer, None),
             Task("pause for a lost trainer", self._lost_trainer, lambda _: _pause_for_loss(fleet)),
+            Task(
+                "restart engines that no push is known to repair",
+                lambda: find_doubtful(fleet) or None,
+                partial(restart_doubtful, fleet),
+            ),
             Task("fence stray engines", lambda: self._strays() or None, partial(fence_strays, fleet)),
             Task(
                 "release memory that the trainer has",

@@ -1,4 +1,4 @@
-"""Versions: their order, the tensors of a complete push, and what the coordinator knows about the committed version. Pure.
+"""Versions: their order, and what the coordinator knows about the committed version. Pure.
 
 A version is (run, step) plus the trainer's own label. The step never goes back within a run: a trainer that starts lower (it resumed from
 an older checkpoint, or starts a new experiment) opens a new run.
@@ -6,12 +6,11 @@ an older checkpoint, or starts a new experiment) opens a new run.
 
 from __future__ import annotations
 
-import base64
-import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import lru_cache
 
+from sglang_rollout.coordinator.update.completeness import Doubt
+from sglang_rollout.coordinator.update.tensor_names import TensorNames
 from sglang_rollout.wire.record import EngineChecksums, OnDisk
 from sglang_rollout.wire.states import StagedVersion, Version
 
@@ -73,73 +72,6 @@ def _number(label: str | None) -> int | None:
     return number if number <= HIGHEST_STEP else None
 
 
-_HASH_BYTES = 4
-"""Bytes of the hash of a name. 50,000 names take 267 kB. A missing name is mistaken for another one once in 86,000."""
-
-MAX_STORED_HASHES = 50_000
-
-
-@lru_cache(maxsize=2 * MAX_STORED_HASHES)
-def hash_name(name: str) -> bytes:
-    """Return the hash of a name."""
-    return hashlib.sha256(name.encode()).digest()[:_HASH_BYTES]
-
-
-class AnnouncedTensors:
-    """The tensors that a complete push brings: all that the updates of one run have announced.
-
-    Names are compared by their hashes, because the record has no room for names.
-    """
-
-    def __init__(self, names: Iterable[str] = ()) -> None:
-        self._names: dict[bytes, str] = {}
-        """Each name by its hash; empty if only an earlier coordinator has seen the name."""
-        self._packed: str | None = None
-        self.add(names)
-
-    @classmethod
-    def unpack(cls, text: str) -> AnnouncedTensors:
-        """Return the tensors that :meth:`pack` wrote."""
-        raw, found = base64.b64decode(text), cls()
-        found._names = {raw[at : at + _HASH_BYTES]: "" for at in range(0, len(raw), _HASH_BYTES)}
-        return found
-
-    def pack(self) -> str:
-        """Return the hashes as text for the record.
-
-        Cached, because the record is made with every event. At most 50,000 hashes are stored. They act as a random sample, so an
-        incomplete push is still detected.
-        """
-        if self._packed is None:
-            stored = sorted(self._names)[:MAX_STORED_HASHES]
-            self._packed = base64.b64encode(b"".join(stored)).decode()
-        return self._packed
-
-    def add(self, names: Iterable[str]) -> list[str]:
-        """Add names. Returns those that are new."""
-        by_hash = {hash_name(name): name for name in names}
-        new = [name for key, name in by_hash.items() if key not in self._names]
-        self._names |= by_hash
-        if new:
-            self._packed = None
-        return new
-
-    def remove(self, names: Iterable[str]) -> None:
-        """Remove names."""
-        for name in names:
-            self._names.pop(hash_name(name), None)
-        self._packed = None
-
-    def missing_from(self, sent: Iterable[str]) -> str:
-        """Return which tensors a push of these names lacks, as a phrase; empty if the push is complete."""
-        missing = self._names.keys() - set(map(hash_name, sent))
-        if not missing:
-            return ""
-        known = sorted(filter(None, map(self._names.get, missing)))
-        first = f", the first is {known[0]}" if known else ""
-        return f"{len(missing)} of {len(self._names)} tensors of a complete push{first}"
-
-
 @dataclass
 class Committed:
     """The committed version, what makes it, and which versions may follow."""
@@ -160,8 +92,10 @@ class Committed:
     """Contents of the committed version; None: it did not come through the weight store, or they are not known."""
     load_seconds: float | None = None
     """Seconds that an engine last took to load a staged version; None: not known."""
-    announced: AnnouncedTensors = field(default_factory=AnnouncedTensors)
-    """Tensors that an engine needs unless it holds the committed version."""
+    names: TensorNames = field(default_factory=TensorNames)
+    """Tensors that this run has committed: what an engine needs that starts from ``model.path``."""
+    doubt: Doubt = field(default_factory=Doubt)
+    """What engines may hold beside a version."""
     groups: frozenset[str] = frozenset()
     """Process groups that sent the last committed tensors: the stages of one trainer, if there are several."""
     reserved: Version | None = None

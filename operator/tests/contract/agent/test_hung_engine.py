@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_rollout.wire.ports import AGENT_SYNC
+from sglang_rollout.wire.ports import AGENT_FENCE, AGENT_SYNC
 from tests.contract.support.agent_pod import BASE_WIRE, Pod, run_pod, until
 from tests.contract.support.stub_engine import StubEngine
 
@@ -113,3 +113,23 @@ async def no_kill_file(pod: Pod) -> bool:
 
 async def asked(stub: StubEngine, times: int) -> bool:
     return stub.calls.count(HEALTH) >= times
+
+
+async def test_a_fence_restarts_a_dirty_engine_whose_tensors_no_push_is_known_to_replace(pod: Pod, stub: StubEngine) -> None:
+    assert (await pod.control("/begin_weight_update")).status == 200
+    await pod.fence()
+    await asyncio.sleep(1)
+    assert not await killed(pod), "a later push may repair it"
+    fenced = asyncio.create_task(pod.control(AGENT_FENCE, {"message": "unknown names", "restart": True}))
+    await until(lambda: killed(pod), 30, "the agent asks the kubelet for a restart")
+    assert (await pod.status()).giving_up > 0, "it takes no call until the engine has ended"
+    pod.boot("second")
+    await fenced
+    status = await pod.status()
+    assert (status.giving_up, await killed(pod)) == (0, False)
+
+
+async def test_a_fence_restarts_no_clean_engine(pod: Pod) -> None:
+    assert (await pod.control(AGENT_FENCE, {"message": "unknown names", "restart": True})).status == 200
+    await asyncio.sleep(1)
+    assert not await killed(pod)

@@ -10,7 +10,7 @@ from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.ports import AGENT_ACK, AGENT_FENCE, AGENT_RUN, AGENT_SYNC
 from sglang_rollout.wire.states import FleetState, Version
 from tests.properties.support.coordinator_world import World, group_body, push
-from tests.properties.support.simulated_agent import SimulatedAgent
+from tests.properties.support.simulated_agent import NAMES, SimulatedAgent
 
 V2 = Version(run=1, step=2, label="2")
 
@@ -61,7 +61,7 @@ def test_a_push_costs_each_engine_one_call_per_step(buckets: int) -> None:
     world.sent.clear()
     assert world.do(rq.Begin()).success
     for number in range(buckets):
-        assert world.do(rq.Update("h", "2", {"names": [f"w{number}"], "flush_cache": number == buckets - 1})).success
+        assert world.do(rq.Update("h", "2", {"names": [NAMES[number % 3]], "flush_cache": number == buckets - 1})).success
     assert world.do(rq.End()).success
     assert [send.path for send in world.sent] == [
         ControlCall.PAUSE.path,

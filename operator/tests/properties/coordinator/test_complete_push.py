@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from sglang_rollout.coordinator.update import requests as rq
+from sglang_rollout.coordinator.update.events import Send
 from sglang_rollout.coordinator.update.requests import Answer
-from sglang_rollout.coordinator.update.versions import AnnouncedTensors
+from sglang_rollout.coordinator.update.tensor_names import TensorNames
+from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.record import Record
 from sglang_rollout.wire.states import Version
 from tests.properties.support.coordinator_world import World, group_body, push
@@ -37,7 +39,7 @@ def restart(world: World, name: str) -> None:
 
 def is_complete_push(world: World, *names: str) -> bool:
     """Return True if the record says that exactly these tensors are a complete push."""
-    return world.record is not None and world.record.announced == AnnouncedTensors(names).pack()
+    return world.record is not None and world.record.names == TensorNames(names).pack()
 
 
 def open_gates(world: World) -> list[bool]:
@@ -102,11 +104,13 @@ def test_tensors_of_a_failed_update_are_required_by_the_next_coordinator() -> No
     assert world.do(rq.OpenGroup(group_body(world, "g"))).success
     assert world.do(rq.Begin()).success
     world.ask(rq.Update("g", "1", {"names": ["v"]}))
+    while not (isinstance(world.pending[0], Send) and world.pending[0].path == ControlCall.UPDATE_DISTRIBUTED.path):
+        world.complete()
     world.start()  # it dies before it hears what became of the call
     world.sync_all()
     world.drain()
     answer = update(world, "1", "u", "w")
-    assert (answer.status, "lacks 1 of 3 tensors of a complete push:" in answer.message) == (400, True)
+    assert (answer.status, "lacks 1 of 3 tensors of a complete push" in answer.message) == (400, True)
     assert open_gates(world) == [False, False]
     assert update(world, "1", *NAMES).success
     assert is_complete_push(world, *NAMES)
@@ -114,10 +118,10 @@ def test_tensors_of_a_failed_update_are_required_by_the_next_coordinator() -> No
 
 def test_a_record_has_room_for_the_names_of_a_failed_update() -> None:
     names = [f"model.layers.{layer}.mlp.experts.{expert}.up_proj.weight" for layer in range(100) for expert in range(500)]
-    text = AnnouncedTensors(names).pack()
+    text = TensorNames(names).pack()
     assert len(text) < 270_000
-    assert not AnnouncedTensors.unpack(text).missing_from(names)
-    assert AnnouncedTensors.unpack(text).missing_from(names[1:])
+    assert not len(TensorNames.unpack(text) - TensorNames(names))
+    assert len(TensorNames.unpack(text) - TensorNames(names[1:])) == 1
 
 
 def test_a_tensor_that_every_engine_refused_is_not_required_later() -> None:
@@ -207,24 +211,18 @@ def test_after_a_restart_of_the_coordinator_more_tensors_than_before_are_not_com
 
 
 def test_a_coordinator_that_was_restarted_names_the_missing_tensors_that_it_has_seen() -> None:
-    announced = AnnouncedTensors.unpack(AnnouncedTensors(NAMES).pack())
-    assert announced.missing_from("w") == "2 of 3 tensors of a complete push"
-    assert announced.add("u") == []
-    assert announced.missing_from("w") == "2 of 3 tensors of a complete push, the first is u"
-    assert not announced.missing_from(NAMES)
-    assert not announced.missing_from([*NAMES, "x"])
-
-
-def test_new_tensors_can_be_forgotten_and_others_stay() -> None:
-    announced = AnnouncedTensors("u")
-    announced.remove(announced.add("uv"))
-    assert announced.pack() == AnnouncedTensors("u").pack()
+    read = TensorNames.unpack(TensorNames(NAMES).pack())
+    missing = read - TensorNames("w")
+    assert (len(missing), missing.first()) == (2, "")
+    assert read.add("u") == []
+    assert (read - TensorNames("w")).first() == "u"
+    assert (TensorNames("u") & read).first() == (read | TensorNames("u")).first() == "u"
 
 
 def test_a_record_without_tensors_is_read() -> None:
     old = Record(term=1, epoch=2, committed=FIRST).model_dump(mode="json")
-    del old["announced"]
-    assert not AnnouncedTensors.unpack(Record.model_validate(old).announced).missing_from(())
+    del old["names"]
+    assert not len(TensorNames.unpack(Record.model_validate(old).names))
 
 
 def test_a_checkpoint_is_complete_and_later_pushes_must_be() -> None:

@@ -12,7 +12,8 @@ from sglang_rollout.api.intent import WantedEngine
 from sglang_rollout.api.weights_spec import CatchUp
 from sglang_rollout.coordinator.update import events as ev
 from sglang_rollout.coordinator.update import requests as rq
-from sglang_rollout.coordinator.update.versions import AnnouncedTensors, order_key
+from sglang_rollout.coordinator.update.tensor_names import TensorNames
+from sglang_rollout.coordinator.update.versions import order_key
 from sglang_rollout.wire.ports import AGENT_CHECKPOINT, AGENT_PREFLIGHT
 from sglang_rollout.wire.states import EngineState, FleetState
 from tests.properties.support.coordinator_world import SNAPSHOTS, World, group_body
@@ -90,7 +91,7 @@ class Fence(RuleBasedStateMachine):
 
         The coordinator then takes the next update for complete, so it must be.
         """
-        return not self.forgot or self.world.machine.fleet.weights.announced.pack() == AnnouncedTensors(NAMES).pack()
+        return not self.forgot or self.world.machine.fleet.weights.names.pack() == TensorNames(NAMES).pack()
 
     @rule(label=labels)
     def from_disk(self, label: str | None) -> None:

@@ -83,4 +83,4 @@ def test_an_engine_with_its_initial_weights_needs_tensors_that_another_engine_pr
     assert not world.agents["e1"].gate_open, "it lacks v"
     last = world.machine.fleet.last_update
     assert last is not None
-    assert "lacks 1 of 2 tensors of a complete push" in last.message
+    assert "lacks 1 of 1 tensors of a complete push" in last.message

@@ -17,8 +17,8 @@ from sglang_rollout.wire.states import FleetState
 from tests.properties.support.coordinator_world import World, group_body
 
 ANNE, BEN = "ml/Job/anne", "ml/Job/ben"
-TENSORS = {"names": ["w", "b"], "dtypes": ["bfloat16", "float32"], "shapes": [[4, 8], [8]]}
-TENSOR_BYTES = 4 * 8 * 2 + 8 * 4
+TENSORS = {"names": ["w", "u"], "dtypes": ["bfloat16", "float32"], "shapes": [[2], [2]]}
+TENSOR_BYTES = 2 * 2 + 2 * 4
 
 
 def make() -> World:
@@ -133,10 +133,10 @@ def test_a_partial_commit_has_the_reason_of_the_engine_that_failed() -> None:
 def test_bytes_of_all_calls_are_added() -> None:
     world = make()
     assert world.do(rq.Begin(), ANNE).success
-    for name in ("a", "b"):
-        assert world.do(rq.Update("g", None, {"names": [name], "dtypes": ["int8"], "shapes": [[10]]}), ANNE).success
+    for name in ("u", "v"):
+        assert world.do(rq.Update("g", None, {"names": [name], "dtypes": ["int8"], "shapes": [[2]]}), ANNE).success
     assert world.do(rq.End(), ANNE).success
-    assert [update.bytes for update in recent(world)] == [20]
+    assert [update.bytes for update in recent(world)] == [4]
 
 
 def test_bytes_of_a_checkpoint_without_sizes_are_not_known() -> None:
@@ -148,7 +148,7 @@ def test_bytes_of_a_checkpoint_without_sizes_are_not_known() -> None:
 @pytest.mark.parametrize(
     ("more", "size"),
     [
-        ({}, TENSOR_BYTES),
+        ({}, 4 * 8 * 2 + 8 * 4),
         ({"shapes": [[], [0, 7]]}, 2),
         ({"dtypes": ["bfloat16", "complex256"]}, None),
         ({"dtypes": ["bfloat16", 7]}, None),
@@ -163,4 +163,4 @@ def test_bytes_of_a_checkpoint_without_sizes_are_not_known() -> None:
     ],
 )
 def test_bytes_come_from_types_and_shapes(more: dict[str, Any], size: int | None) -> None:
-    assert count_bytes({**TENSORS, **more}) == size
+    assert count_bytes({"shapes": [[4, 8], [8]], **{key: TENSORS[key] for key in ("names", "dtypes")}, **more}) == size

@@ -160,6 +160,9 @@ def test_a_tensor_that_no_engine_has_seen_is_not_demanded_afterwards() -> None:
     world = StagedWorld(2)
     world.push("1")
     world.do(rq.Begin())
+    for agent in world.agents.values():
+        agent.readable = False
+    world.machine.fleet.membership.model = None
     strange = {"names": [*NAMES, "strange"], "dtypes": ["bfloat16"] * 4, "shapes": [[2]] * 4}
     assert world.do(rq.Update("g", "2", strange)).success
     world.ask(rq.End())

@@ -198,6 +198,7 @@ def test_what_an_agent_has_received_is_read_before_it_receives_anything_else() -
     pair.tick(6.0)
     assert new.machine.fleet.committed is not None
     assert new.machine.fleet.committed.is_base
+    old.machine.fleet.weights.names.add(NAMES)  # new names need the store
     old.store_fails = True
     whole_push(pair, old)
     pair.sync(old, "e0")

@@ -194,7 +194,7 @@ class Pair:
             coordinator.pending.remove(effect)
             coordinator.record = effect.record
             ok = self.write(coordinator)
-            if coordinator.alive:
+            if coordinator.alive and effect.record.under_way is None:  # otherwise it notes the names of an open update
                 self.commits.setdefault(order_key(effect.record.committed), set()).add(coordinator.term)
             self.feed(coordinator, Written(effect.id, ok, self.now))
             return

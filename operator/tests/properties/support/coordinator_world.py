@@ -135,7 +135,7 @@ class World:
                         self.sent.append(effect)
                         self.check_pause(effect)
                         self.note_required_acks(effect)
-                    elif (before := self.pushed.get(order_key(self.history[-1]))) is not None:
+                    elif is_commit(effect.record) and (before := self.pushed.get(order_key(self.history[-1]))) is not None:
                         self.pushed[order_key(effect.record.committed)] = {**self._under(effect.record.committed, before), **self.opened[1]}
                 case Save(record):
                     self.record = self.record if self.store_fails else record
@@ -325,6 +325,11 @@ class World:
         call = self.ask(request, caller)
         self.drain()
         return self.answers[call]
+
+
+def is_commit(record: Record) -> bool:
+    """Return whether a record is written for a commit, and not for names that engines may receive."""
+    return record.under_way is None or order_key(record.under_way) == order_key(record.committed)
 
 
 def group_body(world: World, name: str) -> dict[str, Any]:

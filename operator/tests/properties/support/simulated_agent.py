@@ -110,6 +110,12 @@ class SimulatedAgent:
     """True if the engine restores released weights unchanged."""
     readable: bool = True
     """True if the agent can read `model.path`."""
+    refuses: frozenset[str] = frozenset()
+    """Tensors that the engine does not take, because their shape is another one. It has written those before them in the same call."""
+    is_random: bool = False
+    """True if the engine starts with random weights."""
+    restarts_itself: bool = True
+    """False: the container cannot be restarted, as with plain processes."""
     holds: tuple[str, ...] = NAMES
     """The tensors in the folders that the engine loads."""
     checksum: str | None = "same"
@@ -292,7 +298,7 @@ class SimulatedAgent:
             continued = self._control(ControlCall.CONTINUE, {}, token, works) if path == AGENT_RUN else DONE
             return self._report() if continued.ok else continued
         if path == AGENT_FENCE:
-            return self._give_up(token)
+            return self._give_up(token, restart=bool(body["restart"]))
         if path == AGENT_ACK:
             return self._acknowledge(AckRequest.model_validate(body), token, works)
         if path == AGENT_STAGE and not self.takes_copies:
@@ -329,8 +335,11 @@ class SimulatedAgent:
         if call is not None:
             self._control(call, {}, None, by_spec=True)
 
-    def _give_up(self, token: object) -> Result:
+    def _give_up(self, token: object, *, restart: bool) -> Result:
         self.apply(ev.UpdateGivenUp())
+        if restart and self.state is EngineState.DIRTY and self.restarts_itself:
+            self.restart()
+            return self._report()
         if self.up:
             if self.session:
                 self._perform(ControlCall.END_UPDATE, {}, token)
@@ -357,7 +366,10 @@ class SimulatedAgent:
     def _check_folder(self, body: dict[str, Any], works: bool) -> Result:
         if not body["path"]:
             names, shapes = (frozenset(NAMES), {name: [2] for name in NAMES}) if self.readable else (None, None)
-            return Result(ok=True, status=200, names=names, shapes=shapes, compared=self.readable)
+            why = "" if self.readable else "no cache holds org/model"
+            return Result(
+                ok=True, status=200, names=names, shapes=shapes, compared=self.readable, why_unchecked=why, is_random=self.is_random
+            )
         if body["path"] in self.forbidden:
             return Result(ok=False, status=200, message="links lead out of the folder.", code=RefusalCode.FORBIDDEN)
         found = works and (self.stocked or not body.get("snapshot"))
@@ -398,7 +410,7 @@ class SimulatedAgent:
         is_gone = not self.up or before.boot_id != ack.boot_id or self.draining or bool(self.released)
         if is_gone or copy is None or copy.digest != body["digest"] or s.is_update_open(before) or (not works and not self.breaks):
             return refused
-        if not self.engine.written <= set(copy.tensors):
+        if self.find_left(copy):
             return replace(refused, message="this version lacks tensors that loads have written.")
         if self.state is EngineState.CLEAN and self.version == ack.version:
             self._perform(ControlCall.PAUSE, {"mode": body["mode"]}, None)
@@ -407,9 +419,11 @@ class SimulatedAgent:
         if not self.session:
             self._perform(ControlCall.BEGIN_UPDATE, {}, None)
         self.apply(ev.CallBegan(ControlCall.UPDATE_TENSOR, ""))
-        self.engine.written = frozenset(copy.tensors)
+        tensors_before, written_before = dict(self.engine.tensors), self.engine.written
+        self.engine.written = self.engine.written | frozenset(copy.tensors)
         written = dict(copy.tensors) if works else dict(list(copy.tensors.items())[:1])
-        self.engine.tensors, self.engine.loaded = {**self.engine.tensors, **written}, None
+        known = {name: content for name, content in written.items() if name in self.engine.tensors}
+        self.engine.tensors, self.engine.loaded = {**self.engine.tensors, **known}, None
         self.apply(ev.CallEnded(ControlCall.UPDATE_TENSOR, ok=works, boot_id=before.boot_id))
         self._perform(ControlCall.END_UPDATE, {}, None)
         if not works:
@@ -419,10 +433,17 @@ class SimulatedAgent:
         if body["expected"] is not None and tuple(body["expected"]) != sums.checksums:
             self.apply(ev.UpdateGivenUp())
             return Result(ok=False, status=409, message="the engine holds other weights than it should.")
+        is_compared = not self.readable and not copy.tensors.keys() <= written_before
+        if is_compared and self.engine.tensors == tensors_before:
+            self.engine.written, sums = written_before, replace(sums, changed=False)
         self.engine.content = ("staged", copy.digest)
         self.apply(ev.UpdateAcknowledged(ack.version, tuple(ack.cohort)))
         self.copies[body["update"]] = replace(copy, version=ack.version)
         return sums
+
+    def find_left(self, copy: Copy) -> set[str]:
+        """Return the tensors of earlier loads that a version would leave in the engine."""
+        return {name for name in self.engine.written - copy.tensors.keys() if name in NAMES or not self.readable}
 
     def load_own_copy(self, works: bool) -> None:
         """Load the committed version from the pod's own copy without a coordinator, if that is needed and possible."""
@@ -431,6 +452,9 @@ class SimulatedAgent:
         if not s.needs_own_copy(self.core) or copy is None or staged is None or committed is None:
             return
         if copy.digest != staged.digest:
+            return
+        if self.find_left(copy) and self.restarts_itself:
+            self.restart()
             return
         ack = AckRequest(version=committed, boot_id=self.boot, cohort=[self.name])
         request = ActivateRequest(update=staged.update, digest=staged.digest, ack=ack)
@@ -500,7 +524,7 @@ class SimulatedAgent:
             case ControlCall.UPDATE_DISTRIBUTED:
                 if not engine.session or body["group_name"] not in engine.groups:
                     return FAILED
-                engine.tensors, engine.loaded = {**engine.tensors, **dict.fromkeys(body["names"], token)}, None
+                return self._receive(body["names"], token)
             case ControlCall.UPDATE_TENSOR:
                 if not engine.session:
                     return FAILED
@@ -523,6 +547,17 @@ class SimulatedAgent:
             case _:
                 pass
         return DONE if works else FAILED
+
+    def _receive(self, names: list[str], token: object) -> Result:
+        """Write tensors one after the other. Names that the model does not have are ignored; a refused one ends the call."""
+        engine = self.engine
+        engine.loaded = None
+        for name in names:
+            if name in self.refuses:
+                return Result(ok=False, status=400, message=f"{name} has another shape; partially updated.")
+            if name in engine.tensors:
+                engine.tensors = {**engine.tensors, name: token}
+        return DONE
 
     def _load_folder(self, path: str, works: bool) -> Result:
         engine = self.engine

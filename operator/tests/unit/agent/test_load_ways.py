@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from sglang_rollout.agent.engine import Engine
+from sglang_rollout.agent.staged.own_model import OwnModel
 from sglang_rollout.agent.staged.verdicts import VerdictFolder
 from sglang_rollout.agent.staged.ways import choose_way, find_file_problem, find_other_shapes
 from sglang_rollout.plugin.install import LOADER
@@ -78,7 +79,7 @@ async def test_an_engine_with_other_replicas_is_not_asked_to_load(
     tmp_path: Path, data_size: int, info: dict[str, Any], code: RefusalCode | None
 ) -> None:
     async with Engine("http://127.0.0.1:1") as engine:
-        refused = choose_way(engine, VerdictFolder(tmp_path), data_size=data_size, model_path=None).engine_refusal(info)
+        refused = choose_way(OwnModel(engine, None), VerdictFolder(tmp_path), data_size=data_size).engine_refusal(info)
     assert (refused and refused.code) == code
     advice = (f"--data-size {info['dp_size']}", "--custom-weight-loader", "--speculative-draft-model-path")
     assert refused is None or any(flag in refused.message for flag in advice)

@@ -14,7 +14,8 @@ from sglang_rollout.coordinator.update.outcome import summarize_update
 from sglang_rollout.coordinator.update.phases import Update
 from sglang_rollout.coordinator.update.process_groups import MAX_GROUPS
 from sglang_rollout.coordinator.update.ranks import MAX_GROUP_NAME_CHARACTERS, Group
-from sglang_rollout.coordinator.update.versions import AnnouncedTensors, Committed
+from sglang_rollout.coordinator.update.tensor_names import TensorNames
+from sglang_rollout.coordinator.update.versions import Committed
 from sglang_rollout.wire.agent import AgentStatus
 from sglang_rollout.wire.arguments import MAX_LABEL_CHARACTERS
 from sglang_rollout.wire.reasons import GateReason
@@ -84,8 +85,9 @@ def test_the_record_of_500_engines_fits_a_third_of_a_configmap() -> None:
 
 
 def test_the_largest_record_fits_a_configmap() -> None:
-    announced = AnnouncedTensors(f"model.layers.{number}.weight" for number in range(100_000))
-    fleet = Fleet("demo", 7, weights=Committed(version=STEP, announced=announced))
+    names = TensorNames(f"model.layers.{number}.weight" for number in range(100_000))
+    fleet = Fleet("demo", 7, weights=Committed(version=STEP, names=names))
+    fleet.weights.doubt.names.add(f"policy.layers.{number}.weight" for number in range(100_000))
     update = Update({}, 0.0, author=LONGEST_AUTHOR, bytes=2**53, reason=UpdateReason.VERIFICATION_FAILED)
     for _ in range(2 * MAX_RECENT_UPDATES):
         longest = STEP.model_copy(update={"label": "€" * MAX_LABEL_CHARACTERS})
@@ -98,6 +100,7 @@ def test_the_largest_record_fits_a_configmap() -> None:
             name=name, boot_id=BOOT, state=EngineState.CLEAN, version=oldest, committed=None, term=7, gate_open=False, reason="x" * 2000
         )
     boots = dict.fromkeys(fleet.engines, BOOT)
+    fleet.weights.doubt.engines, fleet.weights.doubt.restarts = boots, set(boots)
     for number in range(MAX_GROUPS):
         fleet.groups[str(number)] = Group("g" * MAX_GROUP_NAME_CHARACTERS, 99, 4001, "h" * 253 + ":54321", "nccl", boots, LONGEST_AUTHOR)
     fleet.adapters.of_trainers = {adapter: Adapter(name=adapter, path="/lora/x", pinned=True) for adapter in map(str, range(640))}

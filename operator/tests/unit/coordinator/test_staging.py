@@ -62,17 +62,9 @@ def test_a_version_over_the_limit_is_refused_with_both_numbers() -> None:
         staging.refuse_large(staging.count_bytes([shard(("w", [2048]))]), staging.size_limit(make_fleet("1k")))
 
 
-def test_every_tensor_that_does_not_fit_the_model_is_named() -> None:
-    shards = [shard(("a", [2]), ("b", [3])), shard(("a", [2]), ("x", [1]), ("packed", [7]), ("lm_head.weight", [9]))]
-    shapes = {"a": [2], "b": [4], "c": [1], "packed": None}
-    found = staging.find_misfits(shards, ["a", "b", "c"], shapes)
-    assert found == ["b has shape [3], expected [4]", "a comes twice", "x is not in the model", "c is missing"]
-
-
-def test_a_refusal_names_fifty_tensors() -> None:
-    text = staging.describe_misfits([f"w{number} is missing" for number in range(60)], "e0")
-    assert "w49 is missing; and 10 more" in text
-    assert "w50" not in text
+def test_a_tensor_that_comes_twice_is_found() -> None:
+    assert staging.find_repeated([shard(("a", [2])), shard(("b", [2]), ("a", [2]))]) == "a"
+    assert not staging.find_repeated([shard(("a", [2])), shard(("b", [2]))])
 
 
 @pytest.mark.parametrize(

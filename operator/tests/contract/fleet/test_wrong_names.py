@@ -1,0 +1,70 @@
+"""A trainer pushes names that the engines' model does not have: one correct push repairs the fleet, also after an engine has restarted."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from e2e.engine import LabError, environment
+
+from tests.contract.support.trainer_dialects import Fleet, fleet
+from tests.support.paths import OPERATOR, TRAINERS
+
+pytestmark = [pytest.mark.engine, pytest.mark.router, pytest.mark.timeout(600)]
+SECONDS = 90.0
+
+
+@pytest.fixture(scope="module", params=["sglang", "sglang-staged"])
+def lab(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    try:
+        environment.python(make=False)
+    except LabError as error:
+        pytest.skip(str(error))
+    with fleet(request.param, tmp_path_factory.mktemp("names")) as made:
+        yield made
+
+
+def push(lab: Fleet, version: int, scale: float, *, prefix: str = "", check: bool = True) -> dict[str, Any]:
+    variables = environment.environment_variables()
+    variables["PYTHONPATH"] = os.pathsep.join([str(OPERATOR), variables["PYTHONPATH"]])
+    arguments = [lab.url, str(environment.model()), str(version), str(scale), prefix, str(int(check))]
+    command = [str(environment.python(make=False)), str(TRAINERS / "push_names.py"), *arguments]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def restart(lab: Fleet, index: int) -> None:
+    engine = lab.engines[index]
+    engine.kill()
+    engine.start()
+    engine.wait()
+
+
+def test_one_correct_push_repairs_a_fleet_that_committed_wrong_names(lab: Fleet) -> None:
+    base, _ = lab.generate()
+    refused = push(lab, 10, 0.6, prefix="policy.")
+    assert "is not in the engines' model" in refused["failed"]
+    assert lab.committed()["label"] == "base"
+
+    wrong = push(lab, 10, 0.6, prefix="policy.", check=False)
+    assert (wrong["failed"], "do not fit the engines' model" in wrong["unchecked"]) == ("", True)
+    lab.serving(2, SECONDS)
+    assert lab.everywhere() == [(base, "10")] * 3, "SGLang ignores names that its model does not have"
+
+    restart(lab, 1)
+    right = push(lab, 11, 0.6)
+    assert (right["failed"], right["unchecked"]) == ("", "")
+    lab.serving(2, SECONDS)
+    assert lab.everywhere() == [(lab.expected[0.6], "11")] * 3
+
+    for index in (0, 1):
+        restart(lab, index)
+    assert push(lab, 12, 0.8)["failed"] == ""
+    lab.serving(2, SECONDS)
+    assert lab.everywhere() == [(lab.expected[0.8], "12")] * 3

@@ -1,0 +1,30 @@
+"""Push the model's tensors, multiplied by SCALE, under names with PREFIX: run by the engine environment's Python.
+
+push_names.py URL MODEL VERSION SCALE PREFIX CHECK      prints one JSON object; CHECK: 0 or 1 (``check_model``)
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+from sglang_rollout.trainer import PushFailed, connect
+
+
+def main(url: str, folder: str, version: str, scale: str, prefix: str, check: str) -> None:
+    tensors = {name: tensor for file in sorted(Path(folder).glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    named = {prefix + name: tensor * float(scale) for name, tensor in tensors.items()}
+    with connect(url, timeout=60) as fleet:
+        try:
+            result = fleet.push(named, version=version, check_model=check == "1")
+        except PushFailed as error:
+            print(json.dumps({"failed": str(error)}))
+            return
+        print(json.dumps({"failed": "", **asdict(result)}, default=str))
+
+
+main(*sys.argv[1:])
