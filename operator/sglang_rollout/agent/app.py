@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from functools import partial
 
@@ -18,6 +17,7 @@ from sglang_rollout.agent.agent import Agent
 from sglang_rollout.agent.checkpoint import CheckpointCheck
 from sglang_rollout.agent.engine_model import EngineModel
 from sglang_rollout.agent.launch.head_pod import HeadPod
+from sglang_rollout.agent.own_model import OwnModel
 from sglang_rollout.agent.record import RecordError
 from sglang_rollout.agent.staged.service import StagedService
 from sglang_rollout.agent.update import Fence, acknowledge
@@ -52,6 +52,7 @@ class Routes:
         model_path: Model that the engine was started with; None if only the engine knows it.
         head_pod: The agent's role in an engine with several pods; None for an engine with one pod.
         takes_tensors: True if the trainer sends handles of its tensors to the engine.
+        own_model: The tensors of the engine's model.
         staged: Copies of staged versions; None if the fleet has another transport.
     """
 
@@ -63,6 +64,7 @@ class Routes:
         model_path: str | None,
         head_pod: HeadPod | None,
         takes_tensors: bool,
+        own_model: OwnModel,
         staged: StagedService | None = None,
     ) -> None:
         self._agent = agent
@@ -70,8 +72,7 @@ class Routes:
         self._model_path = model_path
         self._not_offered = guards.NOT_OFFERED if takes_tensors else {**guards.NOT_OFFERED, **guards.NO_TENSORS}
         self._checkpoints = CheckpointCheck()
-        self._own_model = CheckpointCheck()
-        self._own_model_lock = asyncio.Lock()
+        self._own_model = own_model
         self._fence = fence
         self._staged = staged
         self._metrics = make_aiohttp_handler(make_metrics(agent))
@@ -178,13 +179,11 @@ class Routes:
         """Check that the engine can load a folder."""
         wanted = await read_message(request, CheckpointRequest)
         engine, path = self._agent.engine, self._model_path
-        own = EngineModel(wanted.model_path) if wanted.model_path else EngineModel.reported(path, engine.info, engine.model_info)
         if wanted.path:
+            own = EngineModel(wanted.model_path) if wanted.model_path else EngineModel.reported(path, engine.info, engine.model_info)
             reply = await self._checkpoints.run(wanted, own)
         else:
-            # Trainers may list the model's tensors at any time, which must not delay the check of a checkpoint.
-            async with self._own_model_lock:
-                reply = await self._own_model.run(wanted, own)
+            reply = await self._own_model.read(wanted)
         if self._head_pod is not None:
             reply = await self._head_pod.checkpoint(wanted, reply)
         return web.json_response(reply.model_dump(mode="json"))
@@ -279,6 +278,7 @@ def make_app(
     head_pod: HeadPod | None = None,
     relay: Relay | None = None,
     takes_tensors: bool = False,
+    own_model: OwnModel | None = None,
     staged: StagedService | None = None,
 ) -> web.Application:
     """Return the application with all routes of an agent.
@@ -291,9 +291,13 @@ def make_app(
         head_pod: The agent's role in an engine with several pods.
         relay: For an engine on its trainer's GPUs, forwards calls without a token.
         takes_tensors: True if the trainer sends handles of its tensors to the engine.
+        own_model: The tensors of the engine's model; None: read from the model's files.
         staged: Copies of staged versions; None if the fleet has another transport.
     """
-    routes = Routes(agent, fence=fence, model_path=model_path, head_pod=head_pod, takes_tensors=takes_tensors, staged=staged)
+    own_model = own_model or OwnModel(agent.engine, model_path)
+    routes = Routes(
+        agent, fence=fence, model_path=model_path, head_pod=head_pod, takes_tensors=takes_tensors, own_model=own_model, staged=staged
+    )
     access = Access(agent, credentials, relay.hint if relay is not None else "")
     app = web.Application(client_max_size=MAX_BODY, middlewares=[_answer_errors, answer_refusals])
     log_refusals(app)

@@ -20,8 +20,9 @@ from typing import Any
 from sglang_rollout.agent.engine_model import EngineModel, read_engine_model
 from sglang_rollout.checkpoints.allowed import describe_forbidden, is_allowed
 from sglang_rollout.checkpoints.folder import CONFIG, CancelCheck, Model, ProblemsError, read_adapter, read_model, shorten_problems
-from sglang_rollout.checkpoints.format import TensorEntry
+from sglang_rollout.checkpoints.format import DTYPE_OF_TORCH, TensorEntry
 from sglang_rollout.checkpoints.snapshots import list_snapshots, lock_snapshot
+from sglang_rollout.plugin.reports import NamesReport
 from sglang_rollout.wire.agent import ARCHITECTURE, UNCHECKED, CheckpointReply, CheckpointRequest
 from sglang_rollout.wire.reasons import Refusal, RefusalCode, quote_value
 
@@ -178,6 +179,15 @@ def own_tensors(engine_model: EngineModel, *, end: float = float("inf")) -> Chec
         return CheckpointReply(refusal=None, why_unchecked=why)
     shapes = {name: list(entry.shape) if entry.dtype in _UNPACKED else None for name, (_, entry) in own.tensors.items()}
     return CheckpointReply(refusal=None, tensors=len(shapes), bytes=own.bytes, names=_required_tensors(own), shapes=shapes, compared=True)
+
+
+def listed_tensors(found: NamesReport) -> CheckpointReply:
+    """Return the tensors that the engine read at its start; without ``names`` if the plug-in has no list."""
+    if not found.tensors:
+        return CheckpointReply(refusal=None, why_unchecked=found.unchecked)
+    shapes = {each.name: list(each.shape) if DTYPE_OF_TORCH.get(each.dtype) in _UNPACKED else None for each in found.tensors}
+    names = [name for name in shapes if not _is_optional(name, tied=found.tied)]
+    return CheckpointReply(refusal=None, tensors=len(shapes), names=names, shapes=shapes, compared=True)
 
 
 def _cancel_at(end: float) -> CancelCheck:

@@ -25,7 +25,9 @@ from sglang_rollout.agent.engine import Engine, RunFiles, StartBarrier
 from sglang_rollout.agent.gate import Gate
 from sglang_rollout.agent.launch.head_pod import HeadPod
 from sglang_rollout.agent.launch.member_pod import MemberPod, member_app
-from sglang_rollout.agent.plugin import MemberPluginWatch, PluginReports, PluginWatch
+from sglang_rollout.agent.own_model import OwnModel
+from sglang_rollout.agent.plugin import MemberPluginWatch, PluginWatch
+from sglang_rollout.agent.plugin_reports import PluginReports
 from sglang_rollout.agent.record import RecordFile
 from sglang_rollout.agent.staged.member_service import StagedMember, run_staged_member
 from sglang_rollout.agent.staged.service import StagedService, run_staged_service
@@ -267,7 +269,9 @@ async def run(settings: Settings) -> None:
                 agent, barrier, size=place.nodes, own=place.head, folder=settings.state_dir, credentials=settings.credentials
             )
             agent.explain_down = head_pod.explain_down
-        staged = await stack.enter_async_context(_run_staged(settings, agent, head_pod, files.kill if files else None))
+        reports = PluginReports(settings.reports_dir) if settings.reports_dir is not None else None
+        own_model = OwnModel(engine, settings.model_path, reports)
+        staged = await stack.enter_async_context(_run_staged(settings, agent, own_model, head_pod, files.kill if files else None))
         fence = Fence(agent, kill_file=files.kill if files else None)
         app = make_app(
             agent,
@@ -277,6 +281,7 @@ async def run(settings: Settings) -> None:
             head_pod=head_pod,
             relay=relay,
             takes_tensors=settings.takes_tensors,
+            own_model=own_model,
             staged=staged,
         )
         if staged is not None and settings.data_listen is not None:
@@ -285,7 +290,7 @@ async def run(settings: Settings) -> None:
             *_watches(agent, fence, files, head_pod, staged),
             _follow_gate(agent),
             _trust_record(agent),
-            *_watch_plugin(agent, settings.reports_dir, head_pod),
+            *_watch_plugin(agent, reports, head_pod),
         ]
         await _serve(app, settings.listen, work, f"Agent of {name} at {settings.listen}, engine {url}.")
 
@@ -311,11 +316,11 @@ def _watches(
         yield _repeat(_INTERVAL, "watching for a hang", HangWatch(agent, files.kill).watch)
 
 
-def _watch_plugin(agent: Agent, reports_dir: Path | None, head_pod: HeadPod | None) -> Iterator[Coroutine[Any, Any, None]]:
+def _watch_plugin(agent: Agent, reports: PluginReports | None, head_pod: HeadPod | None) -> Iterator[Coroutine[Any, Any, None]]:
     """Yield the loop that reads the reports of the plug-in; none without a folder of reports."""
-    if reports_dir is not None:
+    if reports is not None:
         elsewhere = head_pod.count_proved_schedulers if head_pod is not None else _none_elsewhere
-        yield _repeat(_INTERVAL, "reading the plug-in's reports", PluginWatch(agent, PluginReports(reports_dir), elsewhere).watch)
+        yield _repeat(_INTERVAL, "reading the plug-in's reports", PluginWatch(agent, reports, elsewhere).watch)
 
 
 def _none_elsewhere() -> int:
@@ -329,7 +334,7 @@ def _watch_member_plugin(member: MemberPod, reports_dir: Path | None) -> Iterato
 
 
 def _run_staged(
-    settings: Settings, agent: Agent, head_pod: HeadPod | None, kill_file: Path | None
+    settings: Settings, agent: Agent, model: OwnModel, head_pod: HeadPod | None, kill_file: Path | None
 ) -> AbstractAsyncContextManager[StagedService | None]:
     """Return the context of transport Staged; it yields None if the fleet has another transport."""
     volume, verdicts, place = settings.staging_volume, settings.verdicts_dir, settings.place
@@ -342,7 +347,7 @@ def _run_staged(
         state=settings.state_dir,
         pipeline_size=settings.pipeline_size,
         data_size=settings.data_size,
-        model_path=settings.model_path,
+        model=model,
         head_pod=head_pod,
         data_address=place.data_address(settings.data_listen) if place is not None else None,
         kill_file=kill_file,

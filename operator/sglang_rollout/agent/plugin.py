@@ -8,43 +8,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 from sglang_rollout.agent import events as ev
 from sglang_rollout.agent.agent import Agent
 from sglang_rollout.agent.launch.member_pod import MemberPod
-from sglang_rollout.plugin.reports import Reports, find_run, read_reports
+from sglang_rollout.agent.plugin_reports import PluginReports
+from sglang_rollout.plugin.reports import Reports
 from sglang_rollout.sglang.client import HEALTH_SECONDS, EngineError
-from sglang_rollout.sglang.sizes import count_schedulers, read_size
+from sglang_rollout.sglang.sizes import count_schedulers
 
 log = logging.getLogger(__name__)
 
 _ASK_SECONDS = 5.0
 """Time between two requests for a token, which a scheduler needs for its report if SGLang's own warm-up is turned off."""
-
-
-class PluginReports:
-    """The reports of the plug-in in this pod.
-
-    Args:
-        folder: Folder of the reports, which the engine's processes write.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def read(self, boot_id: str | None, info: Mapping[str, Any]) -> Reports:
-        """Return the reports of an engine process. Blocks.
-
-        Args:
-            boot_id: ID of the run, which the container's start script wrote; None without a container. Then the newest run counts that
-                names the port and the seed of ``info``.
-            info: The engine's ``/server_info``.
-        """
-        run = boot_id or find_run(self._folder, port=read_size(info, "port") or 0, seed=read_size(info, "random_seed") or 0)
-        return read_reports(self._folder, run) if run else Reports()
 
 
 class PluginWatch:

@@ -73,10 +73,22 @@ def _finish(load: _Load, runner: Any) -> Found:
         reason = "reads no checkpoint" if form == "dummy" else f"reads the checkpoint with {loader}, which does not show its tensors"
         return Found(seen=True, unchecked=f"the load format {form} {reason}")
     name = names_file(find_place(runner).label)
-    content = {"load_format": str(form), "model": type(runner.model).__name__, "tensors": load.rows, "complete": True}
+    content = {
+        "load_format": str(form),
+        "model": type(runner.model).__name__,
+        "tensors": load.rows,
+        "complete": True,
+        "tied": _is_tied(runner),
+    }
     if not report(name, content):
         return Found(seen=True, unchecked="the list of tensors could not be written")
     return Found(seen=True, file=name, unchecked="")
+
+
+def _is_tied(runner: Any) -> bool:
+    """Return whether the model's output layer is its embedding."""
+    config = getattr(runner.model_config, "hf_text_config", None) or getattr(runner.model_config, "hf_config", None)
+    return bool(getattr(config, "tie_word_embeddings", False))
 
 
 def watch_weights(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

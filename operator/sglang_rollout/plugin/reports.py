@@ -103,6 +103,8 @@ class NamesReport:
 
     tensors: tuple[Tensor, ...] = ()
     unchecked: str = ""
+    tied: bool = False
+    """The output layer is the embedding, so that a push need not have it."""
 
 
 @dataclass(frozen=True)
@@ -140,10 +142,9 @@ class Reports:
             if one.unchecked or not one.names:
                 return NamesReport(unchecked=one.unchecked or "the plug-in did not see the load of the model")
         try:
-            found = _unite(self.folder, {one.names for one in self.schedulers})
+            return _unite(self.folder, {one.names for one in self.schedulers})
         except _WrongReport as error:
             return NamesReport(unchecked=str(error))
-        return NamesReport(tuple(found)) if found else NamesReport(unchecked="no scheduler reported its tensors")
 
 
 class _WrongReport(Exception):
@@ -246,13 +247,17 @@ def _scheduler_report(found: Mapping[str, Any]) -> SchedulerReport:
     return SchedulerReport(release=_text(found, "release"), hooks=tuple(hooks), names=names, unchecked=_text(found, "unchecked"), **numbers)
 
 
-def _unite(folder: Path, files: set[str]) -> list[Tensor]:
+def _unite(folder: Path, files: set[str]) -> NamesReport:
     """Return the tensors of all files, by name. Files with equal content are parsed once."""
     found: dict[str, Tensor] = {}
+    tied = False
     for content in _contents(folder, files):
+        tied = tied or content.get("tied") is True
         for tensor in _tensors(content):
             found.setdefault(tensor.name, tensor)
-    return [found[name] for name in sorted(found)]
+    if not found:
+        return NamesReport(unchecked="no scheduler reported its tensors")
+    return NamesReport(tuple(found[name] for name in sorted(found)), tied=tied)
 
 
 def _contents(folder: Path, files: set[str]) -> Iterator[dict[str, Any]]:

@@ -22,7 +22,8 @@ def report_plugin(boot: Boot) -> None:
     sizes = (boot.setup.data_size, boot.setup.pipeline_size, boot.setup.tensor_size)
     for dp, pp, tp in itertools.product(*map(range, sizes)):
         label = process_label(dp, pp, tp)
-        write_report(folder, names_file(label), {"load_format": "auto", "model": "StandIn", "tensors": rows, "complete": True})
+        names = {"load_format": "auto", "model": "StandIn", "tensors": rows, "complete": True, "tied": False}
+        write_report(folder, names_file(label), names)
         place = {"rank": pp * sizes[2] + tp, "dp": dp, "pp": pp, "tp": tp, "hooks": [CACHE_KEY, NAMES]}
         write_report(folder, scheduler_file(label), {**common, **place, "names": names_file(label), "unchecked": ""})
     write_report(folder, REQUESTS_FILE, common)

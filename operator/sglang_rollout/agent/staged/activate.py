@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 from sglang_rollout.agent import state as s
 from sglang_rollout.agent.agent import Agent
+from sglang_rollout.agent.own_model import OwnModel
 from sglang_rollout.agent.record import RecordError
 from sglang_rollout.agent.staged.attempts import Attempts
 from sglang_rollout.agent.staged.load import ANSWER_SECONDS, LABEL_SECONDS, ActivationError, Load, as_list, restore
-from sglang_rollout.agent.staged.own_model import OwnModel
 from sglang_rollout.agent.staged.saved import SavedVersion, SavedVersions
 from sglang_rollout.agent.staged.ways import LoadWay
 from sglang_rollout.agent.staged.written import WrittenTensors, find_left, hash_names, tensors_of

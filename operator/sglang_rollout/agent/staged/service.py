@@ -11,12 +11,12 @@ from aiohttp import web
 
 from sglang_rollout.agent.agent import Agent
 from sglang_rollout.agent.launch.head_pod import HeadPod
+from sglang_rollout.agent.own_model import OwnModel
 from sglang_rollout.agent.staged.activate import Activator
 from sglang_rollout.agent.staged.attempts import Attempts
 from sglang_rollout.agent.staged.load import ActivationError
 from sglang_rollout.agent.staged.member_pods import MemberPods
 from sglang_rollout.agent.staged.own_copy import OwnCopyWatch
-from sglang_rollout.agent.staged.own_model import OwnModel
 from sglang_rollout.agent.staged.saved import SavedVersions
 from sglang_rollout.agent.staged.stage import Stager, open_session
 from sglang_rollout.agent.staged.verdicts import VerdictFolder
@@ -104,9 +104,9 @@ async def run_staged_service(
     volume: Path,
     verdicts: Path,
     state: Path,
+    model: OwnModel,
     pipeline_size: int = 1,
     data_size: int = 1,
-    model_path: str | None = None,
     head_pod: HeadPod | None = None,
     data_address: Address | None = None,
     kill_file: Path | None = None,
@@ -120,7 +120,7 @@ async def run_staged_service(
         state: Folder of the agent's records.
         pipeline_size: Pipeline stages of the engine.
         data_size: Replicas of the model in the engine.
-        model_path: Model that the engine was started with; None if only the engine knows it.
+        model: The tensors of the engine's model.
         head_pod: The agent's role in an engine with several pods; None for an engine of one pod.
         data_address: With ``head_pod``: where the other pods of the engine find the copies of this pod.
         kill_file: File with which the engine's container is restarted; None if it cannot be.
@@ -134,7 +134,6 @@ async def run_staged_service(
     agent.list_copies = copies.status if members is None else members.list_copies
     async with open_session() as session:
         folder = VerdictFolder(verdicts)
-        model = OwnModel(agent.engine, model_path)
         way = choose_way(model, folder, data_size=data_size)
         written, attempts = WrittenTensors(state), Attempts(folder, members)
         activator = Activator(agent, copies, saved, written, attempts, model=model, way=way, pipeline_size=pipeline_size)

@@ -16,7 +16,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
-from sglang_rollout.agent.staged.own_model import OwnModel, Shapes
+from sglang_rollout.agent.own_model import OwnModel, Shapes
 from sglang_rollout.agent.staged.verdicts import VerdictFolder
 from sglang_rollout.checkpoints.folder import shorten_problems
 from sglang_rollout.plugin.install import LOADER

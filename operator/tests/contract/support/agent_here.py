@@ -16,6 +16,7 @@ from sglang_rollout.agent.agent import Agent
 from sglang_rollout.agent.app import make_app
 from sglang_rollout.agent.engine import Engine, RunFiles, StartBarrier
 from sglang_rollout.agent.launch.head_pod import HeadPod
+from sglang_rollout.agent.own_model import OwnModel
 from sglang_rollout.agent.record import RecordFile
 from sglang_rollout.agent.staged.service import run_staged_service
 from sglang_rollout.agent.update import Fence
@@ -82,6 +83,7 @@ async def run_agent(folder: Path, engine_url: str, *, pipeline: int = 1, data: i
             volume=pod.volume,
             verdicts=pod.verdicts,
             state=folder / "agent",
+            model=OwnModel(client, None),
             pipeline_size=pipeline,
             data_size=data,
             head_pod=head,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sglang_rollout.agent.engine import Engine
-from sglang_rollout.agent.staged.own_model import OwnModel
+from sglang_rollout.agent.own_model import OwnModel
 from sglang_rollout.agent.staged.verdicts import VerdictFolder
 from sglang_rollout.agent.staged.ways import choose_way, find_file_problem, find_other_shapes
 from sglang_rollout.plugin.install import LOADER

@@ -63,6 +63,7 @@ def load(rows: list[tuple[str, Any]], *, draft: bool = False, reach: bool = True
     runner = SimpleNamespace(
         is_draft_worker=draft, load_config=SimpleNamespace(load_format="auto"), loader=object(), model=object(),
         ps=SimpleNamespace(dp_rank=None, pp_rank=0, tp_rank=1),
+        model_config=SimpleNamespace(hf_text_config=SimpleNamespace(tie_word_embeddings=True)),
     )  # fmt: skip
     taken: list[Any] = []
 
@@ -89,6 +90,7 @@ def test_the_first_load_of_the_main_model_is_recorded(folder: Path) -> None:
     assert (found.seen, found.file, found.unchecked) == (True, "names-0-0-1.json", "")
     content = (folder / "names-0-0-1.json").read_text()
     assert '"tensors":[["a",[2,3],"bfloat16"],["b",[],"bfloat16"]]' in content
+    assert '"tied":true' in content
     assert load([("later", tensor(1))]) == found
     assert (folder / "names-0-0-1.json").read_text() == content
 
