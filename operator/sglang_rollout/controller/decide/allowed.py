@@ -24,6 +24,8 @@ HARMLESS_CAPABILITIES = frozenset(
 """Capabilities that need no flag: those of the Pod Security level "baseline", and ``IPC_LOCK``, which ``engine.rdma`` adds."""
 
 _WORKLOADS = frozenset({STATEFULSETS.kind, DEPLOYMENTS.kind})
+SYSTEM_PREFIX = "kube-"
+"""Kubernetes reserves namespaces with this prefix (kube-system, kube-public, kube-node-lease)."""
 _CONFINED_TYPES = frozenset({"", "container_t", "container_init_t", "container_kvm_t", "container_engine_t"})
 """Types of SELinux that the level "baseline" admits."""
 _SAFE_SYSCTLS = frozenset(
@@ -76,6 +78,11 @@ class Need:
 
 def find_refusal(rollout: SGLangRollout, children: Sequence[Object], allowed: Allowed) -> str:
     """Return why the operator must not create ``children``, as sentences that name the flags; empty if it may."""
+    if rollout.namespace.startswith(SYSTEM_PREFIX):
+        return (
+            f"Namespaces whose names begin with {SYSTEM_PREFIX} are Kubernetes' own, so nothing is created in {rollout.namespace}."
+            " Create the SGLangRollout in another namespace."
+        )
     found: dict[Need, None] = {}
     for child in children:
         if child["kind"] in _WORKLOADS:
@@ -89,15 +96,15 @@ def find_refusal(rollout: SGLangRollout, children: Sequence[Object], allowed: Al
 def _find_needs(rollout: SGLangRollout, child: Object, allowed: Allowed) -> Iterator[Need]:
     template = child["spec"]["template"]
     metadata, spec = template.get("metadata") or {}, template["spec"]
-    pods = f"{metadata['labels'][names.LABEL_COMPONENT]} pods"
+    component = metadata["labels"][names.LABEL_COMPONENT]
+    pods = f"{component} pods"
     containers = [*(spec.get("initContainers") or []), *(spec.get("containers") or [])]
     for path in _host_paths(spec):
         if not is_below(path, allowed.host_paths):
             yield Need(f"{pods} mount {path} of their node", f"--allow-host-path={path}", "allow.hostPaths")
     account = spec.get("serviceAccountName") or spec.get("serviceAccount") or "default"
     full = f"{rollout.namespace}/{account}"
-    own = {names.engine_account(rollout.name), names.router_name(rollout.name)}
-    if account not in own and not {account, full} & set(allowed.service_accounts):
+    if account != names.account_of(rollout.name, component) and not {account, full} & set(allowed.service_accounts):
         yield Need(f"{pods} have the ServiceAccount {account}", f"--allow-service-account={full}", "allow.serviceAccounts")
     if not allowed.host_network and (spec.get("hostNetwork") or any(map(_has_host_port, containers))):
         yield Need(f"{pods} use the network of their node", "--allow-host-network", "allow.hostNetwork")

@@ -13,6 +13,7 @@ from sglang_rollout.api.status import Reason
 from sglang_rollout.controller.decide.allowed import NOTHING, Allowed, find_refusal
 from sglang_rollout.controller.decide.drift import find_difference, stamp
 from sglang_rollout.controller.decide.elastic import count_base_group_members, is_held_for_base, is_partly_placed
+from sglang_rollout.controller.decide.names_taken import describe_taken_names, find_controller, is_foreign, is_leftover
 from sglang_rollout.controller.decide.pods import count_designed_pods
 from sglang_rollout.controller.decide.rollout import Restart, plan_restarts
 from sglang_rollout.controller.decide.store import find_outdated_store, is_store_protected, is_update_young
@@ -21,8 +22,10 @@ from sglang_rollout.controller.render import names, render_all
 from sglang_rollout.controller.render.common import Settings
 from sglang_rollout.controller.render.fleet_objects import token_of
 from sglang_rollout.controller.render.network_policies import selects_engines
-from sglang_rollout.kube.resources import DEPLOYMENTS, NETWORK_POLICIES, POD_GROUPS, Object
+from sglang_rollout.kube.resources import DEPLOYMENTS, NETWORK_POLICIES, POD_GROUPS, STATEFULSETS, Object
 
+WORKLOADS = frozenset({STATEFULSETS.kind, DEPLOYMENTS.kind})
+"""Kinds that create pods. Their pods use other children by name."""
 SETTLE_SECONDS = 2.0
 """Delay before the next pass while garbage collection or a controller lags, because that causes no event."""
 WAIT_SECONDS = 10.0
@@ -41,7 +44,7 @@ class Apply:
     unseen: bool = False
     """True if no object of this name carries the rollout's label.
 
-    An object without the label may exist: call :func:`find_ownership_conflict` first.
+    An object without the label may exist: call :func:`names_taken.is_foreign` first.
     """
 
 
@@ -97,6 +100,8 @@ def make_plan(fleet: FleetView, settings: Settings, now: str = "", allowed: Allo
         return Plan(refusal=Failure(Reason.NOT_ALLOWED, refusal))
     if fleet.cluster.tls_problem and not fleet.serves_wanted_certificate:
         return Plan(requeue_after=WAIT_SECONDS, refusal=Failure(Reason.INVALID_CERTIFICATE, fleet.cluster.tls_problem))
+    if taken := _find_taken_names(fleet, wanted):
+        return Plan(refusal=Failure(Reason.NAME_TAKEN, describe_taken_names(taken)))
     applies, blocked = _plan_applies(fleet, wanted)
     unapplied = {apply.object["metadata"]["name"] for apply in applies}
     restarts, waits = plan_restarts(fleet, unapplied, now)
@@ -107,23 +112,6 @@ def make_plan(fleet: FleetView, settings: Settings, now: str = "", allowed: Allo
     waits = waits or is_update_young(fleet, now)
     requeue = SETTLE_SECONDS if blocked else WAIT_SECONDS if waits else None
     return Plan((*applies, *_plan_prunes(fleet, wanted), *replaced, *(_delete(restart) for restart in restarts)), requeue)
-
-
-def find_ownership_conflict(live: Object, wanted: Object) -> str:
-    """Return why the operator must not apply ``wanted`` over ``live``, as a sentence; empty if it may.
-
-    An object with our label or our owner reference is ours: the apply restores a removed label, and adopts a child without
-    an owner. Any other object of this name belongs to a user.
-    """
-    name, rollout = wanted["metadata"]["name"], wanted["metadata"]["labels"][names.LABEL_ROLLOUT]
-    if (live["metadata"].get("labels") or {}).get(names.LABEL_ROLLOUT) == rollout:
-        return ""
-    if (_find_controller(live) or {}).get("uid") == (_find_controller(wanted) or {})["uid"]:
-        return ""
-    return (
-        f"{wanted['kind']} {name} exists and does not belong to this rollout, so it is left alone. Delete it, give the SGLangRollout"
-        f" another name, or hand the object over with the label {names.LABEL_ROLLOUT}={rollout}."
-    )
 
 
 def _render_creatable(fleet: FleetView, settings: Settings, now: str, new_key: str | None) -> list[Object]:
@@ -157,38 +145,31 @@ def _render_creatable(fleet: FleetView, settings: Settings, now: str, new_key: s
 
 
 def _plan_applies(fleet: FleetView, wanted: Sequence[Object]) -> tuple[list[Apply], bool]:
-    """Return the applies, and whether a leftover object blocks one of the names."""
+    """Return the applies, and whether a leftover object blocks one of the names.
+
+    Workloads wait until no leftover has the name of an object that they use.
+    """
     applies: list[Apply] = []
-    blocked = False
+    leftovers: set[str] = set()
     for child in wanted:
         kind = child["kind"]
         live = fleet.child(kind, child["metadata"]["name"])
-        if live is not None and _is_leftover(live, fleet.uid):
-            blocked = True
+        if live is not None and is_leftover(live, fleet.uid):
+            leftovers.add(kind)
+            continue
+        if kind in WORKLOADS and not leftovers <= WORKLOADS:
             continue
         if live is not None and kind == "StatefulSet" and count_designed_pods(child) != count_designed_pods(live):
             continue  # recreated by the rolling update
         is_new_key = child["metadata"]["name"] == names.control_name(fleet.name) and token_of(live) is None
         if reason := "does not exist" if live is None else find_difference(child, live, fleet.ownership):
             applies.append(Apply(child, reason, is_new_key=is_new_key, unseen=live is None))
-    return applies, blocked
+    return applies, bool(leftovers)
 
 
-def _is_leftover(live: Object, uid: str) -> bool:
-    """Return True if the object is being deleted, or belongs to an earlier custom resource of the same name.
-
-    An apply would give the object two controllers, which the API server refuses. Objects with our label and without a
-    controller (left by ``kubectl delete --cascade=orphan``) are adopted.
-    """
-    if live["metadata"].get("deletionTimestamp"):
-        return True
-    owner = _find_controller(live)
-    return owner is not None and owner.get("uid") != uid
-
-
-def _find_controller(live: Object) -> Object | None:
-    owners = live["metadata"].get("ownerReferences") or []
-    return next((owner for owner in owners if owner.get("controller")), None)
+def _find_taken_names(fleet: FleetView, wanted: Sequence[Object]) -> list[Object]:
+    """Return the children whose names objects with the rollout's label have, although another controller manages these objects."""
+    return [child for child in wanted if (live := fleet.child(child["kind"], child["metadata"]["name"])) and is_foreign(live, child)]
 
 
 def _plan_prunes(fleet: FleetView, wanted: Sequence[Object]) -> list[Delete]:
@@ -216,7 +197,7 @@ def _connects_pods(fleet: FleetView, kind: str, name: str) -> bool:
 
 
 def _is_prunable(child: Object, uid: str) -> bool:
-    owner = _find_controller(child)
+    owner = find_controller(child)
     return owner is not None and owner.get("uid") == uid and not child["metadata"].get("deletionTimestamp")
 
 

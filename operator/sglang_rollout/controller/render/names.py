@@ -142,6 +142,11 @@ def engine_account(rollout: str) -> str:
     return f"{rollout}-engine"
 
 
+def account_of(rollout: str, component: str) -> str:
+    """Return the name of the only ServiceAccount that pods of a component have without a flag. All but the router have the engines'."""
+    return router_name(rollout) if component == COMPONENT_ROUTER else engine_account(rollout)
+
+
 def router_name(rollout: str) -> str:
     """Return the name of the router's Deployment, Service, ServiceAccount, Role and RoleBinding."""
     return f"{rollout}-router"

@@ -13,7 +13,7 @@ from e2e.cluster.controlplane import ControlPlane
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.controller.render import render_all
 from sglang_rollout.controller.render.common import Settings
-from sglang_rollout.kube.resources import Object
+from sglang_rollout.kube.resources import SERVICEACCOUNTS, Object
 from tests.integration.controller.support.chart import InstallChart, Release
 from tests.integration.controller.support.operator_process import World, eventually, rollout
 
@@ -62,6 +62,24 @@ POD_CHANGES: list[tuple[Change, str]] = [
     (lambda obj: pod_of(obj).update(serviceAccountName="admin"), "allow.serviceAccounts"),
     (lambda obj: pod_of(obj).pop("serviceAccountName"), "allow.serviceAccounts"),
 ]
+
+
+def select(*path: str) -> Change:
+    """Return a change to the selector of all pods of the namespace."""
+
+    def change(obj: Object) -> None:
+        part = obj["spec"]
+        for key in path[:-1]:
+            part = part[key]
+        part[path[-1]] = {"app": "theirs"}
+
+    return change
+
+
+def forget_selector(obj: Object) -> None:
+    obj["spec"]["podSelector"] = {}
+
+
 OTHER_CHANGES: list[tuple[str, Change, str]] = [
     ("StatefulSet", lambda obj: obj["metadata"].pop("ownerReferences"), "only children whose controller is an SGLangRollout"),
     ("ConfigMap", lambda obj: obj["metadata"]["ownerReferences"][0].update(kind="Other"), "only children whose controller"),
@@ -69,6 +87,13 @@ OTHER_CHANGES: list[tuple[str, Change, str]] = [
     ("Service", lambda obj: obj["spec"].update(externalIPs=["192.0.2.1"]), "only Services inside the cluster"),
     ("Role", more_rights, "only the rights of a coordinator"),
     ("RoleBinding", lambda obj: obj["subjects"][0].update(name="other"), "only the Role of a router"),
+    ("StatefulSet", lambda obj: pod_of(obj).update(serviceAccountName="demo-router"), "router pods only the router's"),
+    ("Deployment", lambda obj: pod_of(obj).update(serviceAccountName="demo-engine"), "router pods only the router's"),
+    ("Service", select("selector"), "only pods of the rollout"),
+    ("Service", lambda obj: obj["spec"].pop("selector"), "only pods of the rollout"),
+    ("NetworkPolicy", select("podSelector", "matchLabels"), "only pods of the rollout"),
+    ("NetworkPolicy", forget_selector, "only pods of the rollout"),
+    ("ConfigMap", lambda obj: obj["metadata"].update(namespace="kube-public"), "in namespaces of Kubernetes itself"),
 ]
 
 
@@ -132,6 +157,33 @@ async def test_policy_bounds_what_the_operator_may_create(invade: Invade) -> Non
         assert message in intruder.create_changed(kind, change), kind
     daemon_set = intruder.child("Deployment") | {"kind": "DaemonSet"}
     assert 'cannot patch resource "daemonsets"' in intruder.create(daemon_set)
+
+
+async def test_an_account_that_only_has_the_name_is_out_of_reach(invade: Invade, world: World, api: ControlPlane) -> None:
+    """An operator that is taken over must not run pods with an administrator's account, whatever the account's name."""
+    intruder = await invade(MODELS)
+    foreign = "only ServiceAccounts that belong to their rollout"
+    for kind, name in (("StatefulSet", "demo-engine"), ("Deployment", "demo-router")):
+        metadata = {"name": name, "namespace": world.namespace}
+        await world.kube.create({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": metadata})
+
+        async def is_refused(kind: str = kind) -> bool:
+            return foreign in intruder.create(intruder.child(kind))
+
+        await eventually(f"{kind} is refused", is_refused)
+        # A label is not enough, and another rollout's account is as foreign.
+        labelled = {"labels": {"rollout.sglang.io/rollout": "demo"}}
+        await world.kube.merge_patch(SERVICEACCOUNTS, world.namespace, name, {"metadata": labelled})
+        assert foreign in intruder.create(intruder.child(kind))
+        owner = intruder.child(kind)["metadata"]["ownerReferences"][0]
+        await world.kube.merge_patch(SERVICEACCOUNTS, world.namespace, name, {"metadata": {"ownerReferences": [owner | {"uid": "other"}]}})
+        assert foreign in intruder.create(intruder.child(kind))
+        await world.kube.merge_patch(SERVICEACCOUNTS, world.namespace, name, {"metadata": {"ownerReferences": [owner]}})
+
+        async def is_admitted(kind: str = kind) -> bool:
+            return intruder.create(intruder.child(kind)) == ""
+
+        await eventually(f"{kind} with its rollout's own account", is_admitted)
 
 
 async def test_values_widen_the_policy(invade: Invade) -> None:

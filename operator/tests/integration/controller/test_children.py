@@ -53,8 +53,8 @@ async def test_rollout_owns_all_its_children(operator: OperatorProcess, world: W
     await world.settled("demo")
     for key, child in (await world.children("demo")).items():
         written = {entry["operation"] for entry in child["metadata"]["managedFields"] if entry["manager"] == names.FIELD_MANAGER}
-        # The Secret of the key is created before it is applied, so that the key is never replaced.
-        assert written == ({"Update", "Apply"} if key == ("Secret", "demo-control") else {"Apply"}), key
+        # The Secret of the key is created before it is applied, so that the key is never replaced; an account, so that it is no other's.
+        assert written == ({"Update", "Apply"} if key == ("Secret", "demo-control") or key[0] == "ServiceAccount" else {"Apply"}), key
 
 
 async def test_an_engine_mounts_its_own_credential_which_follows_the_key(operator: OperatorProcess, world: World) -> None:
@@ -192,6 +192,7 @@ async def test_foreign_object_with_the_name_of_a_child_is_left_alone(operator: O
     await asyncio.sleep(2.0)
     live = [await world.kube.get(resource_of(obj), world.namespace, obj["metadata"]["name"]) for obj in theirs]
     assert [obj["metadata"]["resourceVersion"] for obj in live] == before, "not written to"
+    assert not await world.children("demo"), "nothing else is created: pods would use these objects"
     # The first way out: it goes. The second: it is handed over.
     await world.kube.delete(SERVICES, world.namespace, "demo-router")
     for resource, name in ((SERVICEACCOUNTS, "demo-engine"), (SECRETS, "demo-control")):
@@ -203,6 +204,72 @@ async def test_foreign_object_with_the_name_of_a_child_is_left_alone(operator: O
 
     await eventually("another reason", other)
     assert (await world.kube.get(SECRETS, world.namespace, "demo-control"))["data"]["token"]
+
+
+PARTS: dict[str, dict[str, Any]] = {
+    "ServiceAccount": {},
+    "Role": {"rules": []},
+    "RoleBinding": {"roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "view"}, "subjects": []},
+    "Secret": {},
+    "ConfigMap": {},
+    "Service": {"spec": {"selector": {"app": "theirs"}, "ports": [{"port": 80}]}},
+    "NetworkPolicy": {"spec": {"podSelector": {"matchLabels": {"app": "theirs"}}}},
+}
+"""Least content of an object of each kind that the pods of a rollout use by its name."""
+
+
+async def test_no_pod_uses_an_object_of_another_owner(operator: OperatorProcess, world: World) -> None:
+    """Any object that has the name of a child, whatever its kind."""
+    taken = [(kind, name) for kind, name in sorted(expected("demo", 2)) if kind in PARTS]
+    assert {kind for kind, _ in taken} == set(PARTS)
+    rbac = "rbac.authorization.k8s.io/v1"
+    versions = {"Role": rbac, "RoleBinding": rbac, "NetworkPolicy": "networking.k8s.io/v1"}
+    for kind, name in taken:
+        metadata = {"name": name, "namespace": world.namespace}
+        theirs = await world.kube.create({"apiVersion": versions.get(kind, "v1"), "kind": kind, "metadata": metadata, **PARTS[kind]})
+        await world.kube.create(rollout("demo", world.namespace))
+
+        async def is_told(kind: str = kind, name: str = name) -> bool:
+            ready = await world.condition("demo")
+            return ready.get("reason") == "NameTaken" and f"{kind} {name} exists" in ready["message"]
+
+        await eventually(f"NameTaken for {kind} {name}", is_told)
+        assert not await world.children("demo")
+        assert not await world.pods("demo")
+        resource = resource_of(theirs)
+        live = await world.kube.get(resource, world.namespace, name)
+        assert live["metadata"]["resourceVersion"] == theirs["metadata"]["resourceVersion"]
+        await world.kube.delete(ROLLOUTS, world.namespace, "demo")
+        await world.kube.delete(resource, world.namespace, name)
+
+        async def is_gone(resource: Resource = resource, name: str = name) -> bool:
+            return await world.gone(ROLLOUTS, "demo") and await world.gone(resource, name)
+
+        await eventually("the rollout and the object are gone", is_gone)
+    assert operator.health() == 200
+
+
+async def test_a_running_fleet_is_not_changed_to_use_an_account_of_another_owner(operator: OperatorProcess, world: World) -> None:
+    await world.kube.create(rollout("demo", world.namespace))
+    await world.serve("demo", 2)
+    await world.settled("demo")
+    operator.stop()
+    await world.kube.delete(SERVICEACCOUNTS, world.namespace, "demo-engine")
+    account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "demo-engine", "namespace": world.namespace}}
+    await world.kube.create(account)
+    more = {"spec": {"replicas": 3, "podTemplate": {"spec": {"automountServiceAccountToken": True}}}}
+    await world.kube.merge_patch(ROLLOUTS, world.namespace, "demo", more)
+    before = {key: child.get("spec") for key, child in (await world.children("demo")).items()}
+    operator.start()
+
+    async def is_told() -> bool:
+        return (await world.condition("demo")).get("reason") == "NameTaken"
+
+    await eventually("NameTaken", is_told)
+    await asyncio.sleep(1.0)
+    live = {key: child.get("spec") for key, child in (await world.children("demo")).items()}
+    assert live == before, "no third engine, and none with a token"
+    assert "labels" not in (await world.kube.get(SERVICEACCOUNTS, world.namespace, "demo-engine"))["metadata"]
 
 
 async def test_deleted_rollout_removes_its_children(operator: OperatorProcess, world: World) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -57,6 +58,12 @@ CASES = [
         "--allow-service-account=default/admin",
         "allow.serviceAccounts",
         Allowed(service_accounts=("admin",)),
+    ),
+    (
+        on_pod(serviceAccountName="demo-router"),
+        "--allow-service-account=default/demo-router",
+        "allow.serviceAccounts",
+        Allowed(service_accounts=("default/demo-router",)),
     ),
     (ENGINE_NETWORK, "--allow-host-network", "allow.hostNetwork", Allowed(host_network=True)),
     (
@@ -126,6 +133,31 @@ def test_refusal_names_each_need_once() -> None:
 )
 def test_path_is_below_a_folder(path: str, folders: list[str], expected: bool) -> None:
     assert is_below(path, folders) is expected
+
+
+@pytest.mark.parametrize("kind", ["StatefulSet", "Deployment"])
+@pytest.mark.parametrize("account", ["demo-engine", "demo-router", "other-engine", "default", None])
+def test_each_component_has_only_its_own_account(kind: str, account: str | None) -> None:
+    rollout = SGLangRollout.model_validate(cr(weights={"transport": "Staged", "staging": {"sizeLimit": "20Gi"}}))
+    children = [child for child in render_all(rollout, SETTINGS, "token") if child["kind"] == kind]
+    assert children
+    for child in children:
+        own = child["spec"]["template"]["spec"]["serviceAccountName"]
+        changed = copy.deepcopy(child)
+        changed["spec"]["template"]["spec"]["serviceAccountName"] = account
+        refused = find_refusal(rollout, [changed], NOTHING)
+        assert bool(refused) == (account != own), refused
+
+
+@pytest.mark.parametrize(("namespace", "refused"), [("kube-system", True), ("kube-public", True), ("kube-x", True), ("kubeflow", False)])
+def test_namespaces_of_kubernetes_are_refused_whatever_is_allowed(namespace: str, refused: bool) -> None:
+    document = cr()
+    document["metadata"]["namespace"] = namespace
+    rollout = SGLangRollout.model_validate(document)
+    anything = Allowed(host_paths=("/",), host_network=True, host_ipc=True, privileged=True)
+    sentence = find_refusal(rollout, render_all(rollout, SETTINGS, "token"), anything)
+    assert bool(sentence) is refused
+    assert not refused or "in another namespace" in sentence
 
 
 def test_account_of_another_namespace_stays_refused() -> None:

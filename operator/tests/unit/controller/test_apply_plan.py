@@ -10,8 +10,9 @@ import pytest
 from sglang_rollout.api.status import Reason
 from sglang_rollout.controller.apply import Outcome, execute_plan
 from sglang_rollout.controller.decide.plan import Apply, Delete, Failure, Plan
-from sglang_rollout.controller.render.names import LABEL_ROLLOUT
+from sglang_rollout.controller.render.names import LABEL_ROLLOUT, LISTED_KINDS
 from sglang_rollout.kube.errors import ApiUnavailable, Conflict, KubeError, NotFound, Refused
+from sglang_rollout.kube.resources import SECRETS
 
 
 class Recorder:
@@ -53,9 +54,14 @@ OWNER = {"controller": True, "uid": "u"}
 LABELS = {LABEL_ROLLOUT: "demo"}
 
 
+VERSIONS = {resource.kind: resource.api_version for resource in (*LISTED_KINDS, SECRETS)}
+
+
 def apply(name: str, kind: str = "ConfigMap", **more: Any) -> Apply:
     return Apply(
-        {"apiVersion": "v1", "kind": kind, "metadata": {"name": name, "labels": LABELS, "ownerReferences": [OWNER]}}, "because", **more
+        {"apiVersion": VERSIONS[kind], "kind": kind, "metadata": {"name": name, "labels": LABELS, "ownerReferences": [OWNER]}},
+        "because",
+        **more,
     )
 
 
@@ -169,12 +175,52 @@ async def test_objects_with_our_label_or_owner_are_applied_over(metadata: dict[s
     [{}, {"labels": {LABEL_ROLLOUT: "other"}}, {"ownerReferences": [{"controller": True, "uid": "other"}]}],
     ids=["a user's", "another rollout's", "another controller's"],
 )
-@pytest.mark.parametrize("kind", ["Service", "Secret"])
-async def test_foreign_object_with_the_same_name_is_left_alone(metadata: dict[str, Any], kind: str) -> None:
-    kube = Recorder({"a": {"metadata": metadata}})
-    outcome = await run(kube, apply("a", kind, unseen=True, is_new_key=kind == "Secret"), apply("b"), delete("c"))
-    assert kube.calls == [("apply", "b")], "others are made; nothing is deleted by half a plan"
+@pytest.mark.parametrize("kind", ["ServiceAccount", "Role", "RoleBinding", "Secret", "ConfigMap", "Service", "NetworkPolicy", "Deployment"])
+async def test_a_taken_name_stops_the_whole_plan(metadata: dict[str, Any], kind: str) -> None:
+    kube = Recorder({"taken": {"metadata": metadata}})
+    # The taken name comes last, and an object that exists is among the others: nothing at all is written.
+    others = (apply("a"), apply("b", unseen=True), apply("w", "StatefulSet"), apply("v", "Deployment", unseen=True), delete("c"))
+    outcome = await run(kube, *others, taken(kind), taken("PodDisruptionBudget", name="free"))
+    assert not kube.calls
+    assert (outcome.writes, outcome.failure and outcome.failure.reason) == (0, Reason.NAME_TAKEN)
+    message = outcome.failure.message if outcome.failure else ""
+    assert message.startswith(f"{kind} taken exists and does not belong to this rollout")
+    assert "Delete it" in message
+    assert f"{LABEL_ROLLOUT}=demo" in message
+    assert "free" not in message
+
+
+def taken(kind: str, *, name: str = "taken") -> Apply:
+    return apply(name, kind, unseen=True, is_new_key=kind == "Secret")
+
+
+async def test_all_taken_names_are_listed() -> None:
+    kube = Recorder({"a": {"metadata": {}}, "b": {"metadata": {}}})
+    outcome = await run(kube, apply("a", "ServiceAccount", unseen=True), apply("b", "Secret", unseen=True))
     assert outcome.failure
-    assert outcome.failure.reason == "NameTaken"
-    assert outcome.failure.message.startswith(f"{kind} a exists and does not belong to this rollout")
-    assert f"{LABEL_ROLLOUT}=demo" in outcome.failure.message
+    assert "ServiceAccount a exists" in outcome.failure.message
+    assert "The same is true of Secret b." in outcome.failure.message
+
+
+async def test_an_account_is_created_and_never_merged_into_another() -> None:
+    account = apply("a", "ServiceAccount", unseen=True)
+    account.object["metadata"]["annotations"] = {"role": "x"}
+    kube = Recorder()
+    assert await run(kube, account) == Outcome(1)
+    assert kube.calls == [("create", "a"), ("apply", "a")]
+    assert ["annotations" in obj["metadata"] for obj in kube.objects] == [False, True], "an apply without them removes them"
+    with pytest.raises(Conflict):
+        await run(Recorder(a=Conflict("created meanwhile")), account, apply("w", "StatefulSet"))
+
+
+@pytest.mark.parametrize("workload", ["StatefulSet", "Deployment"])
+@pytest.mark.parametrize("kind", ["ServiceAccount", "Secret", "ConfigMap", "NetworkPolicy"])
+async def test_no_workload_uses_an_object_that_was_refused(kind: str, workload: str) -> None:
+    kube = Recorder(a=Refused("denied by a webhook", code=403))
+    assert (await run(kube, apply("a", kind), apply("w", workload), apply("b"))).writes == 1
+    assert kube.calls == [("apply", "a"), ("apply", "b")]
+
+
+async def test_a_refused_workload_stops_no_other() -> None:
+    kube = Recorder(v=Refused("no such field", code=422))
+    assert (await run(kube, apply("v", "StatefulSet"), apply("w", "StatefulSet"))).writes == 1
