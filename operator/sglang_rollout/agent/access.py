@@ -1,4 +1,4 @@
-"""Who may call an agent: the coordinator with the engine's credential and the highest term.
+"""Who may call an agent: the coordinator, which proves the engine's credential, with the highest term.
 
 A co-located trainer calls each engine's own URL. :class:`Relay` forwards these calls to the coordinator, which decides about callers,
 updates and memory. The coordinator's answers are returned unchanged.
@@ -19,7 +19,8 @@ from sglang_rollout.agent import events as ev
 from sglang_rollout.agent.agent import Agent
 from sglang_rollout.agent.authorities import Authorities
 from sglang_rollout.credentials import Credentials
-from sglang_rollout.internal.requests import Handler, check_term, check_token, refuse
+from sglang_rollout.internal.proven_calls import require_proof
+from sglang_rollout.internal.requests import Handler, check_term, refuse
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.access import CALLER_HEADER, RELAYED_AUTHORIZATION_HEADER, RELAYED_CALLER_HEADER
 from sglang_rollout.wire.ports import FLEET, FLEET_ENGINES, TERM_HEADER, VERSION_HEADER
@@ -65,16 +66,15 @@ def _close(response: web.Response) -> web.Response:
 class Access:
     """Checks control calls before their handlers run."""
 
-    def __init__(self, agent: Agent, credentials: Credentials, hint: str = "") -> None:
+    def __init__(self, agent: Agent, hint: str = "") -> None:
         self._agent = agent
-        self._credentials = credentials
         self._hint = hint
 
     def protected(self, handler: Handler) -> Handler:
         """Return a handler that refuses every caller but the coordinator with the highest term seen."""
 
         async def checked(request: web.Request) -> web.StreamResponse:
-            check_token(request, self._credentials, self._hint)
+            require_proof(request, self._hint)
             self._agent.dispatch(ev.CoordinatorCalled(check_term(request, self._agent.state.record.term)))
             self._agent.last_call_at = time.monotonic()
             return await handler(request)

@@ -22,9 +22,10 @@ from sglang_rollout.agent.record import RecordError
 from sglang_rollout.agent.staged.service import StagedService
 from sglang_rollout.agent.update import Fence, acknowledge
 from sglang_rollout.credentials import Credentials
+from sglang_rollout.internal.proven_calls import requires_proof, take_proven_calls
 from sglang_rollout.internal.reachability import preflight
 from sglang_rollout.internal.refusals import log_refusals
-from sglang_rollout.internal.requests import Handler, answer_refusals, check_token, deadline_of, json_body, read_message, refuse
+from sglang_rollout.internal.requests import Handler, answer_refusals, deadline_of, json_body, read_message, refuse
 from sglang_rollout.sglang.api import DATA_PATHS, MODEL_INFO, MODELS, ControlCall
 from sglang_rollout.sglang.client import EngineError, Reply
 from sglang_rollout.wire import ports
@@ -40,7 +41,7 @@ _ACK_SECONDS = 30.0
 _CALL_SECONDS = 600.0
 _MODEL_INFOS = (MODEL_INFO, "/get_model_info")
 _READS = (*_MODEL_INFOS, MODELS, "/v1/loads", "/get_load", "/ready", "/ping", "/metrics")
-"""Read-only paths of SGLang, which need no token."""
+"""Read-only paths of SGLang, which need no proof."""
 
 
 class Routes:
@@ -78,7 +79,7 @@ class Routes:
         self._metrics = make_aiohttp_handler(make_metrics(agent))
 
     def public(self) -> dict[str, Handler]:
-        """Return the handlers of GET requests that need no token, by path."""
+        """Return the handlers of GET requests that need no proof, by path."""
         return {
             ports.AGENT_HEALTH: self.health,
             ports.AGENT_ENGINE: self.engine,
@@ -109,7 +110,7 @@ class Routes:
             **{f"/{call}": self.not_offered for call in self._not_offered},
         }
 
-    # Without a token
+    # Without a proof
 
     async def health(self, _: web.Request) -> web.StreamResponse:
         """Answer that the agent runs."""
@@ -298,9 +299,10 @@ def make_app(
     routes = Routes(
         agent, fence=fence, model_path=model_path, head_pod=head_pod, takes_tensors=takes_tensors, own_model=own_model, staged=staged
     )
-    access = Access(agent, credentials, relay.hint if relay is not None else "")
+    access = Access(agent, relay.hint if relay is not None else "")
     app = web.Application(client_max_size=MAX_BODY, middlewares=[_answer_errors, answer_refusals])
     log_refusals(app)
+    take_proven_calls(app, credentials)
     protected = routes.protected()
 
     def checked(path: str) -> Handler:
@@ -313,16 +315,8 @@ def make_app(
     gets = (ControlCall.FLUSH_CACHE.path, ControlCall.GET_WEIGHTS.path, ControlCall.CHECK_WEIGHTS.path)
     app.add_routes(web.get(path, checked(path), allow_head=False) for path in gets)
     if head_pod is not None:
-        app.router.add_post(ports.AGENT_GROUP, _with_token(credentials, routes.member_report))
+        app.router.add_post(ports.AGENT_GROUP, requires_proof(routes.member_report))
     return app
-
-
-def _with_token(credentials: Credentials, handler: Handler) -> Handler:
-    async def checked(request: web.Request) -> web.StreamResponse:
-        check_token(request, credentials)
-        return await handler(request)
-
-    return checked
 
 
 def with_name(reply: Reply, name: str | None) -> Reply:

@@ -392,7 +392,7 @@ async def run_member_pod(settings: Settings, place: Place) -> None:
         routes: list[web.RouteDef] = []
         if staged is not None and settings.data_listen is not None:
             member.list_copies, member.data_address = staged.list_copies, place.data_address(settings.data_listen)
-            routes = staged.routes(settings.credentials)
+            routes = staged.routes()
             await stack.enter_async_context(_listen(staged.data_app(), settings.data_listen))
         app = member_app(member, name=settings.name, credentials=settings.credentials, model_path=settings.model_path, more_routes=routes)
         start = f"Agent of {settings.name}, rank {place.rank} of {place.nodes}, at {settings.listen}; pod 0 is at {place.head}."

@@ -38,6 +38,11 @@ from sglang_rollout.wire.reasons import RefusalCode
 from sglang_rollout.wire.staged import ActivateReply, StoreStatus
 
 MAX_MESSAGE_CHARACTERS = 2000
+MAX_JSON_VALUES = 4_000_000
+"""Most values of a document: 100 rows of a tensor of 30,000 columns, with room. A value takes up to 100 bytes in Python's memory.
+
+An engine's answer of 64 MiB could hold 20 million empty objects, which would take more than the coordinator's memory.
+"""
 STORE_PATHS = frozenset(
     {STORE_STATUS, STORE_OPEN, STORE_JOIN, STORE_LEAVE, STORE_RECEIVE, STORE_SEAL, STORE_DROP, STORE_FETCH, STORE_COMMIT}
 )
@@ -53,7 +58,12 @@ REPLIES: Mapping[str, type[AgentStatus | PreflightReply | CheckpointReply | Acti
 
 
 def parse_json(data: bytes) -> Any:
-    """Return the JSON of an answer, or its text. Lone surrogates become question marks, because the record cannot store them."""
+    """Return the JSON of an answer, its text, or a message if it has too many values.
+
+    Lone surrogates become question marks, because the record cannot store them.
+    """
+    if sum(map(data.count, (b",", b"[", b"{"))) > MAX_JSON_VALUES:
+        return f"The answer holds more than {MAX_JSON_VALUES} values."
     try:
         found = json.loads(data)
         if data.isascii() and b"\\" not in data:

@@ -1,20 +1,23 @@
 """HTTP client of the agents.
 
-Every call has a deadline, carries the credential of its engine and the term, and returns a value instead of raising.
+Every call has a deadline and the term, proves the credential of its engine, and returns a value instead of raising.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import aiohttp
 from tenacity import AsyncRetrying, RetryError, retry_if_exception_type, stop_after_delay, wait_exponential
+from yarl import URL
 
+from sglang_rollout.bounded import MESSAGE_BYTES, MIB, open_session
 from sglang_rollout.coordinator.agent_replies import parse_json, parse_result
 from sglang_rollout.coordinator.tickets import complete_bodies, read_ticket, upload_ticket
 from sglang_rollout.coordinator.update.events import Result, Send
@@ -22,17 +25,34 @@ from sglang_rollout.coordinator.update.requests import Body
 from sglang_rollout.coordinator.update.steps import SLOWEST_FACTOR
 from sglang_rollout.coordinator.update.store import STORE
 from sglang_rollout.credentials import Credentials
+from sglang_rollout.internal.proven_calls import Answer, ForeignAnswerError, Peer
+from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.agent import AgentStatus, SyncRequest
-from sglang_rollout.wire.ports import AGENT_RUN, AGENT_SYNC, DEADLINE_HEADER, STORE_STATUS, TERM_HEADER
+from sglang_rollout.wire.ports import (
+    AGENT_CHECKPOINT,
+    AGENT_RUN,
+    AGENT_SYNC,
+    DEADLINE_HEADER,
+    STORE_READ,
+    STORE_STATUS,
+    STORE_VERIFY,
+    TERM_HEADER,
+)
 from sglang_rollout.wire.staged import StoreStatus
+
+log = logging.getLogger(__name__)
 
 SYNC_DEADLINE_SECONDS = 2.0
 CONNECT_DEADLINE_SECONDS = 5.0
 READ_DEADLINE_SECONDS = 5.0
 """For reads of information: a scheduler that is stuck in a collective must not block a reader."""
 CONFLICT = 409
-PIECE_BYTES = 2**16
-"""Bytes of a body that a connection gets at a time. A connection copies what it gets, and a body goes to all engines."""
+MAX_LIST_BYTES = 64 * MIB
+"""Most bytes of an answer that lists names or values: 100 rows of a tensor of 30,000 columns, or the names and shapes of 300,000 tensors.
+
+Such an answer may hold what an engine has said. :data:`agent_replies.MAX_JSON_VALUES` limits what becomes of it in memory.
+"""
+_LISTS = frozenset({AGENT_CHECKPOINT, STORE_READ, STORE_VERIFY, ControlCall.GET_WEIGHTS.path, ControlCall.CHECK_WEIGHTS.path})
 
 Address = Callable[[str], str | None]
 """Returns the base URL of an engine's gate; None if the engine has no address now."""
@@ -67,6 +87,9 @@ class Agents:
         self._credentials = credentials
         self._term = term
         self._session: aiohttp.ClientSession | None = None
+        self._peers: dict[str, tuple[Credentials, Peer]] = {}
+        self._foreign: dict[str, str] = {}
+        """Problem of each peer whose answers have no proof."""
         self._sync_locks: dict[str, asyncio.Lock] = {}
         self._heard: dict[str, float] = {}
         self.on_outranked: Callable[[int], None] = lambda term: None
@@ -76,7 +99,7 @@ class Agents:
         # No limit, because a call that waits for a connection would look like a slow engine.
         connector = aiohttp.TCPConnector(limit=0)
         timeout = aiohttp.ClientTimeout(connect=CONNECT_DEADLINE_SECONDS)
-        self._session = aiohttp.ClientSession(connector=connector, timeout=timeout)
+        self._session = open_session(connector=connector, timeout=timeout)
 
     async def close(self) -> None:
         """Close the connection pool."""
@@ -152,19 +175,19 @@ class Agents:
 
     async def get(self, name: str, path: str, deadline: float = READ_DEADLINE_SECONDS) -> tuple[int, Any]:
         """GET a JSON document from an agent. Return status and body; without an answer, status 0 and a message."""
-        return await self._read("GET", name, path, deadline, headers=self._headers(name))
+        return await self._read("GET", name, path, deadline)
 
     async def ask(self, name: str, path: str, body: Body, deadline: float) -> tuple[int, Any]:
         """POST a read to an agent. Return the engine's status and body; without an answer, status 0 and a message."""
-        return await self._read("POST", name, path, deadline, json=dict(body), headers=self._headers(name, deadline))
+        return await self._read("POST", name, path, deadline, json.dumps(dict(body)).encode())
 
-    async def _read(self, method: str, name: str, path: str, deadline: float, **options: Any) -> tuple[int, Any]:
+    async def _read(self, method: str, name: str, path: str, deadline: float, body: bytes = b"") -> tuple[int, Any]:
         url = self._address(name)
         if url is None:
             return 0, "it has no address yet"
         try:
-            async with asyncio.timeout(deadline), self._pool().request(method, url + path, **options) as reply:
-                return reply.status, parse_json(await reply.read())
+            answer = await self._send(method, name, url + path, body, deadline)
+            return answer.status, parse_json(answer.body)
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             return 0, _error_message(error, deadline)
 
@@ -210,24 +233,47 @@ class Agents:
         if url is None:
             return Result(ok=False, message="it has no address: its pod does not run yet.")
         data = body if isinstance(body, bytes) else json.dumps(dict(body)).encode()
-        headers = {**self._headers(name, deadline), "Content-Type": "application/json", "Content-Length": str(len(data))}
         try:
-            async with asyncio.timeout(deadline), self._pool().post(url + path, data=_pieces(data), headers=headers) as reply:
-                answer = await reply.read()
-                self._check_term(reply)
-                self._heard[name] = time.monotonic()
-                return parse_result(path, reply.status, parse_json(answer))
+            answer = await self._send("POST", name, url + path, data, deadline)
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             return Result(ok=False, message=_error_message(error, deadline))
+        if answer.is_proven:
+            self._check_term(answer)
+            self._heard[name] = time.monotonic()
+        return parse_result(path, answer.status, parse_json(answer.body))
 
-    def _check_term(self, reply: aiohttp.ClientResponse) -> None:
+    async def _send(self, method: str, name: str, url: str, body: bytes, deadline: float) -> Answer:
+        """Make one call. Log once if another process answers in place of the called one."""
+        limit = MAX_LIST_BYTES if URL(url).path in _LISTS else MESSAGE_BYTES
+        headers = self._headers(None if method == "GET" else deadline)
+        try:
+            async with asyncio.timeout(deadline):
+                answer = await self._peer(name).call(self._pool(), method, url, body, headers, limit=limit)
+        except ForeignAnswerError as error:
+            if self._foreign.get(name) != str(error):
+                log.warning("%s of %s: %s. Nothing of the answer is used.", URL(url).authority, name, error)
+            self._foreign[name] = str(error)
+            raise
+        if answer.is_proven:
+            self._foreign.pop(name, None)
+        return answer
+
+    def _peer(self, name: str) -> Peer:
+        """Return the process with the credentials that it has now."""
+        credentials = self._credentials(name)
+        known = self._peers.get(name)
+        if known is None or known[0].lines() != credentials.lines():
+            known = self._peers[name] = credentials, Peer(credentials)
+        return known[1]
+
+    def _check_term(self, answer: Answer) -> None:
         """Report the higher term that an agent names when it refuses this coordinator's term."""
-        text = reply.headers.get(TERM_HEADER, "")
-        if reply.status == CONFLICT and text.isascii() and text.isdigit() and int(text) > self._term():
+        text = answer.headers.get(TERM_HEADER, "")
+        if answer.status == CONFLICT and text.isascii() and text.isdigit() and int(text) > self._term():
             self.on_outranked(int(text))
 
-    def _headers(self, name: str, deadline: float | None = None) -> Mapping[str, str]:
-        headers = {**self._credentials(name).header, TERM_HEADER: str(self._term())}
+    def _headers(self, deadline: float | None) -> Mapping[str, str]:
+        headers = {TERM_HEADER: str(self._term())}
         if deadline is not None:
             # The agent answers shortly before our own limit, because its message says more than a timeout.
             headers[DEADLINE_HEADER] = f"{max(deadline * 0.5, deadline - 1.0):.3f}"
@@ -254,11 +300,6 @@ def _encode_bodies(bodies: Mapping[str, Body]) -> dict[str, bytes]:
             last = body, json.dumps(dict(body)).encode()
         found[name] = last[1]
     return found
-
-
-async def _pieces(data: bytes) -> AsyncIterator[bytes]:
-    for start in range(0, len(data), PIECE_BYTES):
-        yield data[start : start + PIECE_BYTES]
 
 
 def _remaining_wait(effect: Send, results: Mapping[str, Result], took: float) -> tuple[float, str]:

@@ -12,6 +12,8 @@ from sglang_rollout.wire.access import CALLER_HEADER
 
 log = logging.getLogger(__name__)
 
+REPEATED = web.RequestKey("repeated", bool)
+"""Set for a call of the fleet that its caller repeats at once with a newer challenge."""
 _CREDENTIAL_REFUSED = (401, 403)
 _MAX_PATH_CHARACTERS = 200
 _MAX_ADDRESS_CHARACTERS = 64
@@ -26,7 +28,7 @@ class RefusalLog:
 
     def note(self, request: web.Request, status: int) -> None:
         """Write a line about a refused call, without its body, query and headers. Other statuses than 401 and 403 get none."""
-        if status not in _CREDENTIAL_REFUSED:
+        if status not in _CREDENTIAL_REFUSED or request.get(REPEATED):
             return
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(WINDOW_SECONDS, self._write_omitted)

@@ -1,4 +1,4 @@
-"""Requests of the coordinator to an agent or to the weight store: the credential, the term, the message, and refusals."""
+"""Requests of the coordinator to an agent or to the weight store: the term, the message, and refusals. ``proven_calls`` has the proofs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 from aiohttp import web
 from pydantic import BaseModel, ValidationError
 
-from sglang_rollout.credentials import Credentials
 from sglang_rollout.internal.refusals import REFUSAL_LOG
 from sglang_rollout.wire.ports import DEADLINE_HEADER, TERM_HEADER
 from sglang_rollout.wire.reasons import RefusedError, reason_phrase
@@ -33,28 +32,6 @@ async def answer_refusals(request: web.Request, handler: Handler) -> web.StreamR
     except RefusedError as error:
         request.app[REFUSAL_LOG].note(request, error.status)
         return refuse(error.status, str(error), error.headers)
-
-
-def check_token(request: web.Request, credentials: Credentials, hint: str = "", *, process: str = "engine") -> None:
-    """Refuse a call without a credential of this process.
-
-    Args:
-        request: The call.
-        credentials: Credentials of the process.
-        hint: End of the message for a call without a token.
-        process: Whose credentials they are: ``engine`` or ``weight store``.
-
-    Raises:
-        RefusedError: The call has no token, or another token.
-    """
-    scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-    # Tokens are ASCII. Other bytes arrive as lone surrogates, which cannot be encoded.
-    if scheme.lower() != "bearer" or not given or not given.isascii():
-        article = "an" if process[0] in "aeiou" else "a"
-        called = f"Trainers call the fleet's URL, not {article} {process}.{hint}"
-        raise RefusedError(f"{request.path}: control calls need 'Authorization: Bearer <token>'. {called}", status=401)
-    if not credentials.accept(given.strip()):
-        raise RefusedError(f"{request.path}: this token is not the credential of this {process}.", status=403)
 
 
 def check_term(request: web.Request, highest: int) -> int:

@@ -13,9 +13,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from sglang_rollout.credentials import Credentials
+from sglang_rollout.internal.proven_calls import require_proof, take_proven_calls
 from sglang_rollout.internal.reachability import preflight
 from sglang_rollout.internal.refusals import REFUSAL_LOG, log_refusals
-from sglang_rollout.internal.requests import Handler, check_term, check_token, read_message, refuse
+from sglang_rollout.internal.requests import Handler, check_term, read_message, refuse
 from sglang_rollout.staging.index import StagedError
 from sglang_rollout.store.state import TermFile
 from sglang_rollout.store.store import Store, refusal_of
@@ -46,9 +47,8 @@ PREFIX = "sglang_rollout_store"
 class Routes:
     """Handlers of the coordinator's calls."""
 
-    def __init__(self, store: Store, credentials: Credentials, term: TermFile) -> None:
+    def __init__(self, store: Store, term: TermFile) -> None:
         self._store = store
-        self._credentials = credentials
         self._term = term
 
     def routes(self) -> list[web.RouteDef]:
@@ -103,7 +103,7 @@ class Routes:
         """Return a handler that refuses every caller but the coordinator with the highest term seen."""
 
         async def checked(request: web.Request) -> web.StreamResponse:
-            check_token(request, self._credentials, process="weight store")
+            require_proof(request, process="weight store")
             self._term.raise_to(check_term(request, self._term.highest))
             return await handler(request)
 
@@ -123,7 +123,8 @@ def make_control_app(store: Store, credentials: Credentials, term: TermFile) -> 
     """
     app = web.Application(client_max_size=MAX_BODY, middlewares=[_answer_errors])
     log_refusals(app)
-    app.add_routes(Routes(store, credentials, term).routes())
+    take_proven_calls(app, credentials, "weight store")
+    app.add_routes(Routes(store, term).routes())
     return app
 
 

@@ -18,7 +18,9 @@ from sglang_rollout.agent.engine import StartBarrier
 from sglang_rollout.agent.launch import rank_lifecycle
 from sglang_rollout.agent.launch.rank_lifecycle import GenerationRecord, Member, Ranks
 from sglang_rollout.agent.record import load, save
+from sglang_rollout.bounded import ERROR_BYTES, MESSAGE_BYTES, open_session, read_answer
 from sglang_rollout.credentials import Credentials
+from sglang_rollout.internal.proven_calls import Peer
 from sglang_rollout.internal.reachability import is_cut, preflight
 from sglang_rollout.proxy.address import Address
 from sglang_rollout.wire import ports
@@ -54,6 +56,8 @@ class HeadPod:
         self._barrier = barrier
         self._own = own
         self._credentials = credentials
+        self._peers: dict[str, Peer] = {}
+        """Member pods by address."""
         self._record_path = folder / "group.json"
         record, problem = load(self._record_path, GenerationRecord)
         if problem:
@@ -165,11 +169,10 @@ class HeadPod:
         url = Address.parse(address).url + path
         limit = aiohttp.ClientTimeout(total=seconds + _MARGIN_SECONDS, sock_connect=_CONNECT_SECONDS)
         try:
-            async with (
-                aiohttp.ClientSession(timeout=limit, headers=self._credentials.header) as http,
-                http.post(url, json=request.model_dump(mode="json")) as answer,
-            ):
-                return reply.model_validate(await answer.json(content_type=None))
+            async with open_session(timeout=limit) as http:
+                peer = self._peers.setdefault(address, Peer(self._credentials))
+                answer = await peer.call(http, "POST", url, request.model_dump_json().encode(), limit=MESSAGE_BYTES)
+            return reply.model_validate_json(answer.body)
         except (aiohttp.ClientError, OSError, ValueError) as error:
             message = f"its agent does not answer ({str(error) or type(error).__name__})"
             return reply(refusal=Refusal(RefusalCode.UPSTREAM_FAILED, message))
@@ -195,10 +198,11 @@ async def _why_silent(gate: Address) -> str:
     """Return why the pod behind this gate cannot reach the head pod; empty if it does not answer."""
     try:
         async with (
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_HEALTH_SECONDS)) as http,
+            open_session(timeout=aiohttp.ClientTimeout(total=_HEALTH_SECONDS)) as http,
             http.get(gate.url + ports.AGENT_HEALTH) as answer,
         ):
-            return MemberHealth.model_validate(await answer.json(content_type=None)).unheard if answer.status == 200 else ""
+            found = await read_answer(answer, ERROR_BYTES)
+            return MemberHealth.model_validate_json(found).unheard if answer.status == 200 else ""
     except aiohttp.ClientConnectorDNSError as error:
         return f"pod 0 does not find {gate.host}: {error.os_error.strerror or error.os_error}"
     except (aiohttp.ClientError, OSError, ValueError):

@@ -22,10 +22,12 @@ from sglang_rollout.agent.checkpoint import CheckpointCheck
 from sglang_rollout.agent.engine import StartBarrier, replace_file
 from sglang_rollout.agent.engine_model import EngineModel
 from sglang_rollout.agent.launch.rank_lifecycle import GRACE_SECONDS, Link
+from sglang_rollout.bounded import MESSAGE_BYTES, open_session
 from sglang_rollout.credentials import Credentials
+from sglang_rollout.internal.proven_calls import Peer, require_proof, take_proven_calls
 from sglang_rollout.internal.reachability import is_cut, preflight
 from sglang_rollout.internal.refusals import log_refusals
-from sglang_rollout.internal.requests import answer_refusals, check_token, read_message, refuse
+from sglang_rollout.internal.requests import answer_refusals, read_message, refuse
 from sglang_rollout.proxy.address import Address
 from sglang_rollout.sglang.client import EngineClient, EngineError
 from sglang_rollout.wire import ports
@@ -55,7 +57,7 @@ class MemberPod:
         self._engine = engine
         self._barrier = barrier
         self._own = own
-        self._credentials = credentials
+        self._head_pod = Peer(credentials)
         self._address = head if _is_ip(head.host) else None
         """IP address of the head pod. A name server that is down must not look like a lost pod."""
         self._unresolved = ""
@@ -124,16 +126,15 @@ class MemberPod:
             self._note_reachability(self._unresolved)
             return None
         limit = aiohttp.ClientTimeout(total=_REPORT_SECONDS)
+        url = self._address.url + ports.AGENT_GROUP
         try:
-            async with (
-                aiohttp.ClientSession(timeout=limit, headers=self._credentials.header) as http,
-                http.post(self._address.url + ports.AGENT_GROUP, json=report.model_dump(mode="json")) as answer,
-            ):
-                if answer.status == 200:
-                    reply = GroupReply.model_validate(await answer.json(content_type=None))
-                    self._note_reachability("")
-                    return reply
-                problem = f"it answers HTTP {answer.status}"
+            async with open_session(timeout=limit) as http:
+                answer = await self._head_pod.call(http, "POST", url, report.model_dump_json().encode(), limit=MESSAGE_BYTES)
+            if answer.status == 200:
+                reply = GroupReply.model_validate_json(answer.body)
+                self._note_reachability("")
+                return reply
+            problem = f"it answers HTTP {answer.status}"
         except (aiohttp.ClientError, OSError, ValueError) as error:
             problem = (str(error) or f"no answer within {_REPORT_SECONDS:g} s").splitlines()[0]
         unresolved = f" ({self._unresolved})" if self._unresolved else ""
@@ -181,11 +182,11 @@ def member_app(
         return refuse(503, f"SGLang is not up in this pod: {why}.")
 
     async def preflight_trainer(request: web.Request) -> web.StreamResponse:
-        check_token(request, credentials)
+        require_proof(request)
         return web.json_response((await preflight(await read_message(request, PreflightRequest))).model_dump(mode="json"))
 
     async def checkpoint(request: web.Request) -> web.StreamResponse:
-        check_token(request, credentials)
+        require_proof(request)
         wanted = await read_message(request, CheckpointRequest)
         own = wanted.model_path or model_path
         # The head pod compares with a model on the hub, because SGLang reports the revision only there.
@@ -198,6 +199,7 @@ def member_app(
 
     app = web.Application(middlewares=[answer_refusals])
     log_refusals(app)
+    take_proven_calls(app, credentials)
     app.add_routes([web.get(ports.AGENT_HEALTH, health), web.get(ports.AGENT_ENGINE, engine), web.get("/health", engine)])
     app.add_routes([web.get(ports.AGENT_METRICS, make_aiohttp_handler(registry)), web.post(ports.AGENT_PREFLIGHT, preflight_trainer)])
     app.add_routes([web.post(ports.AGENT_CHECKPOINT, checkpoint), *more_routes])

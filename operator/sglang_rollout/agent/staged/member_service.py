@@ -16,8 +16,8 @@ from aiohttp import web
 from sglang_rollout.agent.staged.saved import SavedVersions
 from sglang_rollout.agent.staged.stage import Stager, open_session
 from sglang_rollout.agent.staged.verdicts import VerdictFolder
-from sglang_rollout.credentials import Credentials
-from sglang_rollout.internal.requests import Handler, check_token, read_message
+from sglang_rollout.internal.proven_calls import requires_proof
+from sglang_rollout.internal.requests import read_message
 from sglang_rollout.staging.copies import Copies, Copy
 from sglang_rollout.staging.index import Index
 from sglang_rollout.staging.serve import staging_routes
@@ -55,11 +55,11 @@ class StagedMember:
         app.add_routes(staging_routes(self._copies))
         return app
 
-    def routes(self, credentials: Credentials) -> list[web.RouteDef]:
+    def routes(self) -> list[web.RouteDef]:
         """Return the calls of the head pod."""
         handlers = {MEMBER_STAGE: self._stage, MEMBER_DROP: self._drop}
         handlers |= {MEMBER_ATTEMPT: self._open_attempt, MEMBER_VERDICTS: self._read_verdicts}
-        return [web.post(path, _with_token(handler, credentials)) for path, handler in handlers.items()]
+        return [web.post(path, requires_proof(handler)) for path, handler in handlers.items()]
 
     async def _stage(self, request: web.Request) -> web.StreamResponse:
         """Copy a version into the pod."""
@@ -113,14 +113,6 @@ class StagedMember:
         if begun is None or begun.name != attempt:
             return False
         return self._copies.get(begun.copy.update) is begun.copy and begun.copy.index is begun.index
-
-
-def _with_token(handler: Handler, credentials: Credentials) -> Handler:
-    async def checked(request: web.Request) -> web.StreamResponse:
-        check_token(request, credentials)
-        return await handler(request)
-
-    return checked
 
 
 @asynccontextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from sglang_rollout.wire.ports import AGENT_ACK, AGENT_RUN, AGENT_SYNC, DEADLINE
 from sglang_rollout.wire.states import Version
 from tests.contract.support.agent_pod import TOKEN, until
 from tests.contract.support.stub_engine import StubEngine
+from tests.support.proven import prove
 
 V1 = Version(run=1, step=1, label="1").model_dump()
 BASE_WIRE = {"run": 0, "step": 0, "label": "base"}
@@ -37,8 +39,10 @@ class Caller:
         self._session, self._url, self.agent = session, url, agent
 
     async def post(self, path: str, body: Any = None, *, term: int = 1, deadline: float = 30.0) -> tuple[int, dict[str, Any]]:
-        headers = {"Authorization": f"Bearer {TOKEN}", TERM_HEADER: str(term), DEADLINE_HEADER: str(deadline)}
-        async with self._session.post(self._url + path, json=body or {}, headers=headers) as reply:
+        data = json.dumps(body or {}).encode()
+        headers = {TERM_HEADER: str(term), DEADLINE_HEADER: str(deadline)}
+        proven = await prove(self._session, "POST", self._url + path, data, headers, token=TOKEN)
+        async with self._session.post(self._url + path, data=data, headers=proven) as reply:
             return reply.status, await reply.json()
 
     async def update(self, *, up_to: str = AGENT_ACK) -> None:

@@ -16,6 +16,7 @@ from sglang_rollout.wire.states import BASE, EngineState, Version
 from tests.contract.support.agent_pod import BASE_WIRE, TOKEN, Pod, run_pod, until
 from tests.contract.support.stub_engine import StubEngine, stub_engine
 from tests.support.ports import free_port
+from tests.support.proven import prove
 
 pytestmark = pytest.mark.router
 
@@ -52,10 +53,12 @@ async def update(pod: Pod, version: Version = V1) -> None:
 async def test_only_the_coordinator_may_call(pod: Pod, stub: StubEngine) -> None:
     plain = await pod.ask("POST", "/pause_generation", {})
     assert plain.status == 401
-    assert "Authorization: Bearer" in plain.reason
-    assert "Authorization: Bearer" in plain.body["message"]
+    assert "need a proof" in plain.reason
+    assert "Trainers call the fleet's URL" in plain.body["message"]
     assert (await pod.control("/pause_generation", token="guess")).status == 403
-    assert (await pod.ask("POST", "/pause_generation", {}, {"Authorization": f"Bearer {TOKEN}"})).status == 400
+    assert (await pod.ask("POST", "/pause_generation", {}, {"Authorization": f"Bearer {TOKEN}"})).status == 403, "it never travels"
+    without_term = await prove(pod.http, "POST", pod.url + "/pause_generation", token=TOKEN)
+    assert (await pod.ask("POST", "/pause_generation", b"", without_term)).status == 400
     assert (await pod.ask("POST", AGENT_SYNC, {"committed": None})).status == 401
     assert stub.calls == []
     for path in ("/health", "/model_info", "/server_info", "/v1/loads", AGENT_ENGINE, AGENT_METRICS):
@@ -201,11 +204,12 @@ async def test_a_session_that_was_left_open_is_ended_by_the_next_begin(pod: Pod,
 
 
 async def test_bad_bodies_and_unknown_paths(pod: Pod, stub: StubEngine) -> None:
-    headers = {"Authorization": f"Bearer {TOKEN}", TERM_HEADER: "1"}
     for raw in (b"{", b"[]", b"\xff"):
+        headers = await prove(pod.http, "POST", pod.url + "/pause_generation", raw, {TERM_HEADER: "1"}, token=TOKEN)
         async with pod.http.post(pod.url + "/pause_generation", data=raw, headers=headers) as reply:
             assert reply.status == 400
             assert "the body" in (await reply.json())["message"]
+    headers = await prove(pod.http, "POST", pod.url + "/begin_weight_update", b"", {TERM_HEADER: "1"}, token=TOKEN)
     async with pod.http.post(pod.url + "/begin_weight_update", headers=headers) as reply:
         assert reply.status == 200  # no body at all is {} for SGLang
     assert (await pod.control(AGENT_SYNC, {"committed": {"run": -1, "step": 0, "label": "x"}})).status == 400

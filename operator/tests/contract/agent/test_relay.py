@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import logging
 import pickle
 import ssl
@@ -36,9 +37,9 @@ from tests.contract.support.agent_pod import TOKEN, until
 from tests.contract.support.stub_engine import StubEngine, stub_engine
 from tests.support.certificates import Authority
 from tests.support.ports import free_port
+from tests.support.proven import prove
 
 NO_TENSORS = base64.b64encode(pickle.dumps([], 4)).decode()
-COORDINATORS = {"Authorization": f"Bearer {TOKEN}", TERM_HEADER: "1"}
 
 
 @dataclass
@@ -103,6 +104,12 @@ class Lab:
     async def ask(self, path: str, method: str = "POST", **more: Any) -> tuple[int, str, str, aiohttp.ClientResponse]:
         async with self.http.request(method, self.url + path, **more) as reply:
             return reply.status, reply.reason or "", await reply.text(), reply
+
+    async def control(self, path: str, body: object) -> tuple[int, str, str, aiohttp.ClientResponse]:
+        """Send a call as the coordinator does."""
+        data = json.dumps(body).encode()
+        headers = await prove(self.http, "POST", self.url + path, data, {TERM_HEADER: "1"}, token=TOKEN)
+        return await self.ask(path, data=data, headers=headers)
 
 
 async def serve(stack: AsyncExitStack, app: web.Application, port: int, *, cancels: bool, tls: ssl.SSLContext | None = None) -> None:
@@ -184,10 +191,10 @@ async def test_flush_cache_may_be_a_get(lab: Lab) -> None:
 
 async def test_the_coordinators_own_calls_reach_the_engine(lab: Lab) -> None:
     for call in ("begin_weight_update", "update_weights_from_tensor", "end_weight_update"):
-        status, _, said, _ = await lab.ask(f"/{call}", json={"serialized_named_tensors": [NO_TENSORS]}, headers=COORDINATORS)
+        status, _, said, _ = await lab.control(f"/{call}", {"serialized_named_tensors": [NO_TENSORS]})
         assert status == 200, said
     assert lab.engine.calls == ["begin_weight_update", "update_weights_from_tensor", "end_weight_update"]
-    assert (await lab.ask("/flush_cache", json={}, headers=COORDINATORS | {"Authorization": "Bearer guess"}))[0] == 403
+    assert (await lab.ask("/flush_cache", json={}, headers={"Authorization": "Bearer guess", TERM_HEADER: "1"}))[0] == 403
     assert lab.coordinator.asked == []
 
 
@@ -195,7 +202,7 @@ async def test_the_coordinators_own_calls_reach_the_engine(lab: Lab) -> None:
 async def test_every_other_call_needs_the_token(lab: Lab, path: str) -> None:
     status, reason, said, _ = await lab.ask(path, json={})
     assert status == 401
-    assert "Authorization: Bearer" in reason
+    assert "need a proof" in reason
     assert all(call in said for call in RELAYED)
     assert lab.coordinator.url in said
     assert lab.coordinator.asked == []
@@ -217,18 +224,18 @@ async def test_calls_that_the_agent_refuses_leave_a_limited_number_of_lines(tmp_
 
 
 async def test_a_pickle_that_names_more_than_handles_never_reaches_the_engine(lab: Lab) -> None:
-    assert (await lab.ask("/begin_weight_update", json={}, headers=COORDINATORS))[0] == 200
+    assert (await lab.control("/begin_weight_update", {}))[0] == 200
     body = {"serialized_named_tensors": [NO_TENSORS, base64.b64encode(pickle.dumps(eval, 4)).decode()]}
-    status, reason, _, _ = await lab.ask("/update_weights_from_tensor", json=body, headers=COORDINATORS)
+    status, reason, _, _ = await lab.control("/update_weights_from_tensor", body)
     assert (status, "serialized_named_tensors names builtins.eval" in reason) == (400, True)
     assert lab.engine.calls == ["begin_weight_update"]
 
 
 async def test_an_engine_of_another_mode_takes_no_tensors(tmp_path: Path) -> None:
     async with agent_lab(tmp_path, takes_tensors=False) as lab:
-        assert (await lab.ask("/begin_weight_update", json={}, headers=COORDINATORS))[0] == 200
+        assert (await lab.control("/begin_weight_update", {}))[0] == 200
         body = {"serialized_named_tensors": [NO_TENSORS]}
-        status, reason, _, _ = await lab.ask("/update_weights_from_tensor", json=body, headers=COORDINATORS)
+        status, reason, _, _ = await lab.control("/update_weights_from_tensor", body)
         assert (status, "only engines with spec.mode Hybrid" in reason) == (501, True)
         assert (await lab.ask("/update_weights_from_tensor", json=body))[0] == 409, (
             "a trainer's call reaches the coordinator, which refuses it"

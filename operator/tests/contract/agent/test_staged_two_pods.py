@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from tests.contract.support.agent_here import PodHere
 from tests.contract.support.agent_pod import TOKEN, until
 from tests.contract.support.staged_pair import PairHere, run_pair
 from tests.contract.support.staged_versions import Source, StagedVersion, activate, commit, fill_with, run_source, serve_version, stage
+from tests.support.proven import prove
 from tests.support.staged import LIMIT, TICKET
 
 pytestmark = pytest.mark.timeout(120)
@@ -159,9 +161,9 @@ async def test_calls_and_copies_of_the_member_pod_need_credential_and_ticket(pai
     for ticket, status in ((TICKET, 200), ("other", 403)):
         async with pair.head.http.get(url, headers={TICKET_HEADER: ticket}) as reply:
             assert reply.status == status
-    headers = {"Authorization": "Bearer secret"}
-    body = {"attempt": "../../x", "update": made.update, "digest": made.digest}
-    async with pair.head.http.post(pair.member.address.url + MEMBER_ATTEMPT, json=body, headers=headers) as reply:
+    body = json.dumps({"attempt": "../../x", "update": made.update, "digest": made.digest}).encode()
+    url = pair.member.address.url + MEMBER_ATTEMPT
+    async with pair.head.http.post(url, data=body, headers=await prove(pair.head.http, "POST", url, body, token="secret")) as reply:
         assert reply.status == 400
 
 

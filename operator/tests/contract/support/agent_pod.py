@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -21,6 +22,7 @@ from sglang_rollout.wire.agent import AgentStatus
 from sglang_rollout.wire.ports import AGENT_ACK, AGENT_FENCE, AGENT_GATE, AGENT_HEALTH, AGENT_SYNC, TERM_HEADER
 from sglang_rollout.wire.states import Version
 from tests.support.ports import free_port
+from tests.support.proven import prove
 
 TOKEN = "secret"
 BASE_WIRE = {"run": 0, "step": 0, "label": "base"}
@@ -163,7 +165,8 @@ class Pod:
 
     async def ask(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> Answer:
         timeout = aiohttp.ClientTimeout(total=60)
-        async with self.http.request(method, self.url + path, json=body, headers=headers, timeout=timeout) as reply:
+        sent: dict[str, Any] = {"data": body} if isinstance(body, bytes) else {"json": body}
+        async with self.http.request(method, self.url + path, **sent, headers=headers, timeout=timeout) as reply:
             raw = await reply.read()
             try:
                 document = await reply.json() if raw else None
@@ -175,12 +178,10 @@ class Pod:
         self, path: str, body: Any = None, *, term: int | None = None, token: str | None = None, headers: Mapping[str, str] | None = None
     ) -> Answer:
         """Send a call as the coordinator does."""
-        all_headers = {
-            "Authorization": f"Bearer {token or self.token}",
-            TERM_HEADER: str(self.term if term is None else term),
-            **(headers or {}),
-        }
-        return await self.ask("POST", path, {} if body is None else body, all_headers)
+        data = json.dumps({} if body is None else body).encode()
+        given = {"Content-Type": "application/json", TERM_HEADER: str(self.term if term is None else term), **(headers or {})}
+        all_headers = await prove(self.http, "POST", self.url + path, data, given, token=token or self.token)
+        return await self.ask("POST", path, data, all_headers)
 
     async def status(self, committed: dict[str, Any] | None = None, **more: Any) -> AgentStatus:
         answer = await self.control(AGENT_SYNC, {"committed": committed, **more})

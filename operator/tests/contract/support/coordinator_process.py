@@ -21,6 +21,9 @@ from sglang_rollout.batches import main as batches
 from sglang_rollout.batches.memory import DEFAULT_LIMIT_BYTES
 from sglang_rollout.coordinator.main import Options, serve
 from sglang_rollout.credentials import CredentialFile, Credentials
+from sglang_rollout.internal.proven_calls import is_proven, take_proven_calls
+from sglang_rollout.internal.refusals import log_refusals
+from sglang_rollout.internal.requests import answer_refusals
 from sglang_rollout.proxy.address import Address, Endpoint
 from sglang_rollout.sglang.api import DATA_PATHS
 from sglang_rollout.wire.ports import AGENT_CHECKPOINT, AGENT_PREFLIGHT, BATCHES_METRICS, TERM_HEADER
@@ -60,7 +63,7 @@ class HttpAgent:
             return self.read(request.path)
         if request.path in DATA_PATHS and self.answer_tokens is not None:
             return await self.answer_tokens(request)
-        if request.headers.get("Authorization") != Credentials(TOKEN).derive(self.agent.name).header["Authorization"]:
+        if not is_proven(request):
             return web.json_response({"success": False, "message": "no token"}, status=401)
         term = int(request.headers[TERM_HEADER])
         if term < self.agent.term:
@@ -114,6 +117,9 @@ class HttpAgent:
 
     async def start(self) -> None:
         app = web.Application()
+        app.middlewares.append(answer_refusals)
+        log_refusals(app)
+        take_proven_calls(app, Credentials(TOKEN).derive(self.agent.name))
         app.router.add_route("*", "/{tail:.*}", self.handle)
         self.runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self.runner.setup()

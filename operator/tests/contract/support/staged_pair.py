@@ -62,7 +62,7 @@ class MemberHere:
             place = {"rank": 1, "head": self.head, "own": self.address, "credentials": Credentials(TOKEN)}
             member = MemberPod(engine, StartBarrier(self.files), **place)  # type: ignore[arg-type]
             member.list_copies, member.data_address, member.up = staged.list_copies, self.data_address, True
-            routes = staged.routes(Credentials(TOKEN))
+            routes = staged.routes()
             app = member_app(member, name="e0", credentials=Credentials(TOKEN), model_path=None, more_routes=routes)
             await stack.enter_async_context(TestServer(app, port=self.address.port))
             await stack.enter_async_context(TestServer(staged.data_app(), port=self.data_address.port))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import uuid
 from collections.abc import Iterator, Sequence
@@ -36,6 +37,7 @@ from sglang_rollout.wire.ports import (
 from tests.contract.support.engine_servers import Peer, start_peer
 from tests.support.paths import TRAINERS, package_variables
 from tests.support.ports import free_port
+from tests.support.proven import prove_now
 
 TOKEN = "store-secret"
 SIZE_LIMIT = 1 << 30
@@ -111,8 +113,9 @@ class StoreProcess:
         return (self.folder / "store.log").read_text()
 
     def call(self, path: str, body: dict[str, Any] | None = None, *, term: int | None = None, token: str = TOKEN) -> Answer:
-        headers = {"Authorization": f"Bearer {token}", TERM_HEADER: str(self.term if term is None else term)}
-        reply = requests.post(f"http://127.0.0.1:{self.port}{path}", json=body or {}, headers=headers, timeout=120)
+        url, data = f"http://127.0.0.1:{self.port}{path}", json.dumps(body or {}).encode()
+        headers = prove_now(url, data, {TERM_HEADER: str(self.term if term is None else term)}, token=token)
+        reply = requests.post(url, data=data, headers=headers, timeout=120)
         return reply.status_code, reply.json() | {"headers": dict(reply.headers)}
 
     def later(self, path: str, body: dict[str, Any]) -> Future[Answer]:

@@ -229,11 +229,11 @@ async def test_no_pod_uses_an_object_of_another_owner(operator: OperatorProcess,
         theirs = await world.kube.create({"apiVersion": versions.get(kind, "v1"), "kind": kind, "metadata": metadata, **PARTS[kind]})
         await world.kube.create(rollout("demo", world.namespace))
 
-        async def is_told(kind: str = kind, name: str = name) -> bool:
+        async def is_reported(kind: str = kind, name: str = name) -> bool:
             ready = await world.condition("demo")
             return ready.get("reason") == "NameTaken" and f"{kind} {name} exists" in ready["message"]
 
-        await eventually(f"NameTaken for {kind} {name}", is_told)
+        await eventually(f"NameTaken for {kind} {name}", is_reported)
         assert not await world.children("demo")
         assert not await world.pods("demo")
         resource = resource_of(theirs)
@@ -262,10 +262,10 @@ async def test_a_running_fleet_is_not_changed_to_use_an_account_of_another_owner
     before = {key: child.get("spec") for key, child in (await world.children("demo")).items()}
     operator.start()
 
-    async def is_told() -> bool:
+    async def is_reported() -> bool:
         return (await world.condition("demo")).get("reason") == "NameTaken"
 
-    await eventually("NameTaken", is_told)
+    await eventually("NameTaken", is_reported)
     await asyncio.sleep(1.0)
     live = {key: child.get("spec") for key, child in (await world.children("demo")).items()}
     assert live == before, "no third engine, and none with a token"

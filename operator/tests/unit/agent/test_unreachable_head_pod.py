@@ -20,6 +20,9 @@ from sglang_rollout.agent.launch import rank_lifecycle as g
 from sglang_rollout.agent.launch.head_pod import HeadPod
 from sglang_rollout.agent.launch.member_pod import MemberPod, member_app
 from sglang_rollout.credentials import Credentials
+from sglang_rollout.internal.proven_calls import take_proven_calls
+from sglang_rollout.internal.refusals import log_refusals
+from sglang_rollout.internal.requests import answer_refusals
 from sglang_rollout.proxy.address import Address
 from sglang_rollout.wire.agent import GroupReply, MemberReport, Verdict
 from sglang_rollout.wire.ports import AGENT_ENGINE, AGENT_GROUP
@@ -127,7 +130,9 @@ async def test_a_pod_0_with_an_ipv6_address_receives_reports(names: Names, tmp_p
         heard.append(MemberReport.model_validate(await request.json()))
         return web.json_response(GroupReply(verdict=Verdict.WAIT).model_dump(mode="json"))
 
-    app = web.Application()
+    app = web.Application(middlewares=[answer_refusals])
+    log_refusals(app)
+    take_proven_calls(app, Credentials("t"))
     app.add_routes([web.post(AGENT_GROUP, group)])
     async with served(app, "::1", port):
         await pod.report()

@@ -16,6 +16,9 @@ from aiohttp.test_utils import TestServer
 from sglang_rollout.coordinator.agents import Agents
 from sglang_rollout.coordinator.update.events import Result, Send
 from sglang_rollout.credentials import Credentials
+from sglang_rollout.internal.proven_calls import take_proven_calls
+from sglang_rollout.internal.refusals import log_refusals
+from sglang_rollout.internal.requests import answer_refusals
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.agent import AgentStatus, SyncRequest
 from sglang_rollout.wire.ports import AGENT_CHECKPOINT, AGENT_PREFLIGHT, AGENT_RUN, AGENT_SYNC
@@ -48,11 +51,13 @@ class SlowAgent:
 
 @asynccontextmanager
 async def client_of(handle: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> AsyncIterator[Agents]:
-    app = web.Application()
+    app = web.Application(middlewares=[answer_refusals])
+    log_refusals(app)
+    take_proven_calls(app, Credentials("t"))
     app.router.add_route("*", "/{tail:.*}", handle)
     async with TestServer(app) as server:
         url = str(server.make_url("")).rstrip("/")
-        client = Agents(address=lambda _: url, credentials=Credentials("t").derive, term=lambda: 1)
+        client = Agents(address=lambda _: url, credentials=lambda _: Credentials("t"), term=lambda: 1)
         await client.start()
         try:
             yield client
