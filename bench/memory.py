@@ -27,6 +27,9 @@ from e2e.child import start_child
 
 from sglang_rollout.api.limits_spec import Limits, limits_options
 from sglang_rollout.batches.routes import MAX_BODY_BYTES
+from sglang_rollout.bounded import MESSAGE_BYTES, open_session
+from sglang_rollout.credentials import Credentials
+from sglang_rollout.internal.proven_calls import Peer
 from sglang_rollout.proxy.config import FRONT_CONNECTIONS, GATE_CONNECTIONS
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.ports import TERM_HEADER
@@ -175,10 +178,17 @@ def agent(folder: Path) -> int:
     line += ["--state-dir", str(folder / "agent"), "--token-file", str(folder / "token"), "--engine-url"]
     with stand_ins(1) as urls, part(folder, *line, urls[0]) as process:
         until("the agent sees the engine", lambda: bool(get(f"http://127.0.0.1:{port}/health")))
-        headers = {"Authorization": "Bearer bench", TERM_HEADER: "1"}
         url = f"http://127.0.0.1:{port}{ControlCall.ABORT_REQUEST.path}"
-        print(f"agent: {asyncio.run(post_all(url, [body] * 4, headers))}")
+        print(f"agent: {asyncio.run(_call_agent(url, [body] * 4))}")
         return peak_mib(process.pid)
+
+
+async def _call_agent(url: str, bodies: Sequence[bytes]) -> list[int]:
+    """Make all calls at once, as the coordinator does, and return the statuses."""
+    peer = Peer(Credentials("bench"))
+    async with open_session(timeout=aiohttp.ClientTimeout(total=60)) as session:
+        calls = (peer.call(session, "POST", url, body, {TERM_HEADER: "1"}, limit=MESSAGE_BYTES) for body in bodies)
+        return [answer.status for answer in await asyncio.gather(*calls)]
 
 
 def _control_body(tensors: int) -> bytes:

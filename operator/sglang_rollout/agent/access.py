@@ -18,6 +18,7 @@ from aiohttp import web
 from sglang_rollout.agent import events as ev
 from sglang_rollout.agent.agent import Agent
 from sglang_rollout.agent.authorities import Authorities
+from sglang_rollout.bounded import MESSAGE_BYTES, open_session, read_answer
 from sglang_rollout.credentials import Credentials
 from sglang_rollout.internal.proven_calls import require_proof
 from sglang_rollout.internal.requests import Handler, check_term, refuse
@@ -96,7 +97,7 @@ class Relay:
 
     async def __aenter__(self) -> Self:
         # No limit: an abort must not wait for the call that it unblocks.
-        self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        self._http = open_session(connector=aiohttp.TCPConnector(limit=0))
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -174,7 +175,7 @@ class Relay:
             sent = self._http.request(method, target, data=body, headers=headers, allow_redirects=False, ssl=ssl, timeout=timeout)
             async with sent as answer:
                 kept = {name: answer.headers[name] for name in _RELAYED_HEADERS if name in answer.headers}
-                return web.Response(status=answer.status, reason=answer.reason, body=await answer.read(), headers=kept)
+                return web.Response(status=answer.status, reason=answer.reason, body=await read_answer(answer, MESSAGE_BYTES), headers=kept)
         except aiohttp.ClientConnectorCertificateError as error:
             return self._unanswered(request, f"has a certificate that this agent does not trust: {error.certificate_error}")
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):

@@ -23,6 +23,8 @@ _QUOTED = 500
 """Characters of a command that an error quotes. A command with a list of adapters has up to 15,000."""
 _LACKS = ("Unknown map identifier", "entry not found")
 """haproxy's answers to ``set map`` for an unknown map or key; haproxy has no codes."""
+_MAX_ANSWER_BYTES = 2**20
+"""haproxy's answers have some kilobytes."""
 _CHECK_CLOSES_SECONDS = 2.0
 """Time until haproxy's check of the agent closes the gate, if the agent's command was lost."""
 
@@ -103,7 +105,7 @@ class Gate:
                 try:
                     writer.write(command.encode() + b"\n")
                     await writer.drain()
-                    return (await reader.read(-1)).decode(errors="replace")
+                    return (await _read_all(reader)).decode(errors="replace")
                 finally:
                     writer.close()
         except (FileNotFoundError, ConnectionRefusedError):
@@ -214,3 +216,13 @@ class GateKeeper:
             await self.client.cut()
         except GateError as error:
             log.warning("Connections to the engine could not be cut: %s.", error)
+
+
+async def _read_all(reader: asyncio.StreamReader) -> bytes:
+    """Return what haproxy answers until it closes the connection. Raises GateError if that has no end."""
+    answer = bytearray()
+    while part := await reader.read(2**16):
+        answer += part
+        if len(answer) > _MAX_ANSWER_BYTES:
+            raise GateError(f"haproxy's answer has more than {_MAX_ANSWER_BYTES} bytes")
+    return bytes(answer)

@@ -12,6 +12,7 @@ from typing import Self
 import aiohttp
 from aiohttp import web
 
+from sglang_rollout.bounded import ERROR_BYTES, open_session, read_answer
 from sglang_rollout.wire.access import CALLER_HEADER, RELAYED_CALLER_HEADER
 from sglang_rollout.wire.ports import FLEET_CALLER
 
@@ -34,7 +35,7 @@ class CallerCheck:
 
     async def __aenter__(self) -> Self:
         connector = aiohttp.TCPConnector(limit=_CONNECTIONS)
-        self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=_ANSWER_SECONDS))
+        self._session = open_session(connector=connector, timeout=aiohttp.ClientTimeout(total=_ANSWER_SECONDS))
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -58,7 +59,7 @@ class CallerCheck:
                 if reply.status == 204:
                     return None
                 kept = {name: reply.headers[name] for name in _ANSWER_HEADERS if name in reply.headers}
-                refusal = web.Response(status=reply.status, reason=reply.reason, body=await reply.read(), headers=kept)
+                refusal = web.Response(status=reply.status, reason=reply.reason, body=await read_answer(reply, ERROR_BYTES), headers=kept)
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             log.warning("the coordinator does not answer: %s", str(error) or type(error).__name__)
             body = {"error": {"type": "service_unavailable", "message": _NO_ANSWER}}

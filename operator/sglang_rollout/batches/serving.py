@@ -10,6 +10,7 @@ from typing import Self
 import aiohttp
 from pydantic import ValidationError
 
+from sglang_rollout.bounded import MESSAGE_BYTES, open_session, read_answer
 from sglang_rollout.wire.ports import FLEET_SERVING
 from sglang_rollout.wire.serving import Serving
 
@@ -35,7 +36,7 @@ class ServingView:
         self._last_problem = ""
 
     async def __aenter__(self) -> Self:
-        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_READ_SECONDS))
+        self._session = open_session(timeout=aiohttp.ClientTimeout(total=_READ_SECONDS))
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -57,7 +58,7 @@ class ServingView:
         try:
             async with self._session.get(self._url) as reply:
                 reply.raise_for_status()
-                self._serving = Serving.model_validate_json(await reply.read())
+                self._serving = Serving.model_validate_json(await read_answer(reply, MESSAGE_BYTES))
         except (TimeoutError, aiohttp.ClientError, OSError, ValidationError) as error:
             problem = str(error) or type(error).__name__
             began = asyncio.get_running_loop().time()

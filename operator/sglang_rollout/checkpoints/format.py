@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, TypeGuard
@@ -19,6 +19,11 @@ from typing import Any, TypeGuard
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the ``safetensors`` library."""
+MAX_LENGTH = 2**63 - 1
+"""Largest number in a header: torch has signed lengths of 64 bits."""
+_MAX_DIGITS = 20
+"""Digits of the largest unsigned number of 64 bits."""
+_MAX_QUOTED = 200
 _METADATA = "__metadata__"
 
 ITEM_BITS: Mapping[str, int] = {
@@ -111,7 +116,7 @@ def parse_header(data: bytes) -> Header:
         FormatError: The header is malformed.
     """
     try:
-        document = json.loads(data)
+        document = json.loads(data, parse_int=_parse_length)
     except (ValueError, RecursionError) as error:
         raise FormatError(f"has a header that is not JSON ({error})") from None
     if not isinstance(document, dict):
@@ -146,14 +151,39 @@ def _parse_entry(name: str, value: Any) -> TensorEntry:
     bits = ITEM_BITS.get(dtype)
     if bits is None:
         raise FormatError(f"has tensor {name} of the unknown type {dtype}")
-    needed = prod(shape) * bits
-    if (end - start) * 8 != needed:
-        raise FormatError(f"gives tensor {name} {end - start} bytes, but {dtype} {list(shape)} needs {needed / 8:g}")
+    items = multiply(shape, MAX_LENGTH)
+    if items is None or (end - start) * 8 != items * bits:
+        needed = "more than any file holds" if items is None else f"{items * bits / 8:g}"
+        raise FormatError(f"gives tensor {name} {end - start} bytes, but {dtype} {str(shape)[:_MAX_QUOTED]} needs {needed}")
     return TensorEntry(dtype, tuple(shape), start, end)
 
 
+def multiply(lengths: Sequence[int], most: int) -> int | None:
+    """Return the product of the lengths of a tensor's shape; None if it is more than ``most``.
+
+    A product of thousands of large numbers, as in a hostile header, would keep all threads of the process waiting for seconds.
+    """
+    if 0 in lengths:
+        return 0
+    product = 1
+    for length in lengths:
+        product *= length
+        if product > most:
+            return None
+    return product
+
+
+def _parse_length(text: str) -> int:
+    """Return a number of a header. A long one is refused before it is converted, which takes time by the square of its digits."""
+    if len(text) > _MAX_DIGITS:
+        raise ValueError(f"a number of {len(text)} digits")
+    return int(text)
+
+
 def _is_naturals(value: Any) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(isinstance(number, int) and not isinstance(number, bool) and number >= 0 for number in value)
+    return isinstance(value, list) and all(
+        isinstance(number, int) and not isinstance(number, bool) and 0 <= number <= MAX_LENGTH for number in value
+    )
 
 
 def _check_contiguous(tensors: Mapping[str, TensorEntry]) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import math
 import time
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 
 import aiohttp
 
+from sglang_rollout.bounded import ERROR_BYTES, MESSAGE_BYTES, open_session, read_answer, read_json
 from sglang_rollout.coordinator.update import Machine
 from sglang_rollout.wire.states import FleetState
 
@@ -104,7 +104,7 @@ class SmgWorkers:
     async def run(self) -> None:
         """Compare and correct the list forever."""
         timeout = aiohttp.ClientTimeout(total=REQUEST_SECONDS)
-        async with aiohttp.ClientSession(timeout=timeout) as session:
+        async with open_session(timeout=timeout) as session:
             while True:
                 try:
                     await self._compare(session)
@@ -135,14 +135,14 @@ class SmgWorkers:
     async def _listed(self, session: aiohttp.ClientSession) -> dict[str, str]:
         async with session.get(f"{self._url}/workers") as reply:
             reply.raise_for_status()
-            workers = json.loads(await reply.read())["workers"]
+            workers = (await read_json(reply, MESSAGE_BYTES))["workers"]
         return {str(worker["id"]): str(worker["url"]) for worker in workers if worker.get("status") != "draining"}
 
     async def _add(self, session: aiohttp.ClientSession, url: str, now: float) -> None:
         # No settle time: a draining worker cannot be posted again (409), and its gate is closed already.
         body = {"url": url, "health": {"drain_settle_secs": 0}, "labels": self._labels}
         async with session.post(f"{self._url}/workers", json=body) as reply:
-            text = await reply.text()
+            text = (await read_answer(reply, ERROR_BYTES)).decode(errors="replace")
             if reply.ok or reply.status == CONFLICT:
                 # 409: smg has the worker already or still drains it. If the worker is missing from the list later, it is posted again.
                 if reply.ok:
@@ -154,7 +154,8 @@ class SmgWorkers:
     async def _remove(self, session: aiohttp.ClientSession, worker: str, url: str) -> None:
         async with session.delete(f"{self._url}/workers/{worker}") as reply:
             if not reply.ok and reply.status not in {NOT_FOUND, CONFLICT}:
-                raise ValueError(f"DELETE /workers/{worker}: HTTP {reply.status} {(await reply.text())[:200]}")
+                text = (await read_answer(reply, ERROR_BYTES)).decode(errors="replace")
+                raise ValueError(f"DELETE /workers/{worker}: HTTP {reply.status} {text[:200]}")
         self._posted.pop(url.rstrip("/"), None)
         log.info("smg: removed %s", url)
 

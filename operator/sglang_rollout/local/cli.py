@@ -23,6 +23,7 @@ import click
 from sglang_rollout.api.engine_spec import PluginUse
 from sglang_rollout.api.limits_spec import Limits
 from sglang_rollout.api.weights_spec import ActivationStrategy, Backend, Transport, Weights
+from sglang_rollout.bounded import open_session
 from sglang_rollout.credentials import CredentialFile
 from sglang_rollout.local.plan import EngineArg, Folders, Plan, count_ports, parse_engine
 from sglang_rollout.local.plugin import ADVICE
@@ -250,7 +251,7 @@ async def _wait_for_coordinator(supervisor: Supervisor, url: str, stop: asyncio.
         NotReadyError: A process exits again and again, or the coordinator has not answered within ``seconds``.
     """
     end = time.monotonic() + seconds
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=3)) as session:
+    async with open_session(timeout=aiohttp.ClientTimeout(total=3)) as session:
         while not stop.is_set():
             with suppress(aiohttp.ClientError, TimeoutError):
                 async with session.get(url + FLEET_HEALTH) as answer:

@@ -14,6 +14,7 @@ from typing import Any
 import aiohttp
 
 from sglang_rollout.api.weights_spec import Transport, Weights
+from sglang_rollout.bounded import MESSAGE_BYTES, open_session, read_json
 from sglang_rollout.local.plan import EngineArg
 from sglang_rollout.local.plugin import ADVICE
 from sglang_rollout.plugin.install import LOADER
@@ -55,7 +56,7 @@ async def read_sizes(engines: Sequence[EngineArg], reports: Path) -> dict[Engine
     Raises:
         SizesError: A server is not SGLang, is too old, or needs an API key.
     """
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_TIMEOUT_SECONDS)) as http:
+    async with open_session(timeout=aiohttp.ClientTimeout(total=_TIMEOUT_SECONDS)) as http:
         found = await asyncio.gather(*(_read_engine_sizes(http, engine, reports) for engine in engines))
     return {engine: sizes for engine, sizes in zip(engines, found, strict=True) if sizes is not None}
 
@@ -126,7 +127,7 @@ async def _read_engine_sizes(http: aiohttp.ClientSession, engine: EngineArg, rep
                 )
             if answer.status >= 500:
                 return None  # the engine is starting or ending
-            info = await answer.json(content_type=None) if answer.status == 200 else None
+            info = await read_json(answer, MESSAGE_BYTES) if answer.status == 200 else None
     except (aiohttp.ClientError, TimeoutError, OSError):
         return None
     except ValueError:

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
+from sglang_rollout.bounded import MIB, AnswerTooLargeError, open_session, read_answer
 from sglang_rollout.sglang.api import (
     FIRST_WITH_PING,
     FIRST_WITH_SESSIONS,
@@ -29,6 +30,8 @@ from sglang_rollout.sglang.api import (
 POLL_SECONDS = 2.0
 _INFO_SECONDS = 10.0
 _CALL_SECONDS = 4 * 3600.0
+MAX_ANSWER_BYTES = 64 * MIB
+"""Most bytes of an engine's answer to a control call: the checksums of 50,000 tensors on 8 ranks, or 100 rows of a large tensor."""
 _KEEP_ALIVE_SECONDS = 1.0
 """Less than the 5 s after which SGLang closes idle connections (SGLANG_TIMEOUT_KEEP_ALIVE), so that no call uses a closed connection."""
 HEALTH_SECONDS = 25.0
@@ -89,7 +92,7 @@ class EngineClient:
         self._has_update_sessions: bool | None = None
 
     async def __aenter__(self) -> Self:
-        self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(keepalive_timeout=_KEEP_ALIVE_SECONDS, limit=0))
+        self._http = open_session(connector=aiohttp.TCPConnector(keepalive_timeout=_KEEP_ALIVE_SECONDS, limit=0))
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -195,11 +198,13 @@ class EngineClient:
         limit = aiohttp.ClientTimeout(total=timeout)
         try:
             async with self._http.request(method, self.url + path, json=body, timeout=limit) as answer:
-                return Reply(answer.status, await answer.read(), answer.content_type)
+                return Reply(answer.status, await read_answer(answer, MAX_ANSWER_BYTES), answer.content_type)
         except TimeoutError:
             raise EngineError(f"{path} was not answered within {timeout:g} s") from None
         except aiohttp.ClientConnectorError as error:
             raise EngineGoneError(f"nothing listens at {self.url} ({error.os_error.strerror or error.os_error})") from None
+        except AnswerTooLargeError as error:
+            raise EngineError(f"{path}: {error}") from None
         except (aiohttp.ClientError, OSError) as error:
             raise EngineGoneError(f"the connection broke during {path} ({type(error).__name__})") from None
 

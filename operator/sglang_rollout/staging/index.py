@@ -9,9 +9,8 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from math import prod
 
-from sglang_rollout.checkpoints.format import ITEM_BITS, MAX_HEADER_BYTES, build_header
+from sglang_rollout.checkpoints.format import ITEM_BITS, MAX_HEADER_BYTES, MAX_LENGTH, build_header, multiply
 from sglang_rollout.wire.reasons import quote_value
 from sglang_rollout.wire.staged import MAX_SHARDS, PIECE_BYTES, IndexEntry, Piece, Shard, StagedTensor, VersionEnd
 
@@ -63,7 +62,10 @@ def tensor_bytes(tensor: StagedTensor) -> int:
         )
     if any(length < 0 for length in tensor.shape):
         raise StagedError(f"Tensor {quote_value(tensor.name)} has a negative length in its shape {quote_value(tensor.shape)}.")
-    size, rest = divmod(prod(tensor.shape) * bits, 8)
+    items = multiply(tensor.shape, MAX_LENGTH)
+    if items is None or max(tensor.shape, default=0) > MAX_LENGTH:
+        raise StagedError(f"Tensor {quote_value(tensor.name)} has an impossible shape: it has more than {MAX_LENGTH} elements.")
+    size, rest = divmod(items * bits, 8)
     if rest:
         message = (
             f"Tensor {quote_value(tensor.name)} of type {tensor.dtype} and shape {quote_value(tensor.shape)} has no whole number of bytes."

@@ -15,6 +15,7 @@ from pathlib import Path
 import aiohttp
 from pydantic import ValidationError
 
+from sglang_rollout.bounded import ERROR_BYTES, AnswerTooLargeError, read_json
 from sglang_rollout.staging.copies import Copy
 from sglang_rollout.staging.index import Index, StagedError, StagedFault
 from sglang_rollout.staging.piece_reader import (
@@ -394,9 +395,9 @@ async def _check_status(answer: aiohttp.ClientResponse) -> None:
         return
     code, message = "", answer.reason or ""
     try:
-        body = await answer.json()
+        body = await read_json(answer, ERROR_BYTES)
         code, message = str(body["code"]), str(body["message"])
-    except (ValueError, TypeError, KeyError, aiohttp.ContentTypeError):
+    except (ValueError, TypeError, KeyError, AnswerTooLargeError):
         pass  # not an answer of this project: status and reason describe it
     described = _describe_refusal(answer.url.path, answer.status, code, message)
     raise _AbsentError(described) if _is_absent(answer.status, code) else _ParentError(described)

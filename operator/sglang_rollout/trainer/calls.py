@@ -36,6 +36,8 @@ CONNECT_SECONDS = 5.0
 """A TCP connection inside a cluster either opens within a few milliseconds or hangs on a dropped packet."""
 _MAX_NESTING = 8
 """Errors inside each other that are searched for the first one."""
+MAX_ANSWER_BYTES = 2**30
+"""Most bytes of an answer: 256 samples of 30,000 tokens with their log-probabilities, about 100 bytes for a token."""
 PART_BYTES = 256 << 10
 """Bytes that a connection gets at a time."""
 
@@ -151,7 +153,9 @@ class Http:
             with self._session() as session, cancellation.attach(session) if cancellation else nullcontext():
                 sent = {**(headers or {}), **self._credentials.headers()}
                 payload: Any = data  # requests sends whatever has a length and yields buffers
-                return session.request(method, self.url + path, json=body, data=payload, headers=sent, timeout=(connect, timeout))
+                url, limit = self.url + path, (connect, timeout)
+                response = session.request(method, url, json=body, data=payload, headers=sent, timeout=limit, stream=True)
+                return read_body(response, path)
         except requests.exceptions.Timeout as error:
             raise FleetUnreachable(f"{self.url}{path} did not answer within {timeout:.0f} s.") from error
         except requests.exceptions.RequestException as error:
@@ -196,6 +200,7 @@ class Http:
             raise_on_status=False,
         )
         session = CancellableSession(retry)
+        session.headers["Accept-Encoding"] = "identity"
         session.trust_env = False  # a cluster-internal URL never goes through the proxy of the user's shell
         if self._credentials.ca is not None:
             session.verify = self._credentials.ca
@@ -228,6 +233,29 @@ def _certificate_error(error: requests.exceptions.RequestException) -> ssl.SSLCe
     reason = getattr(error.args[0], "reason", None) if error.args else None  # of urllib3's MaxRetryError
     cause = reason.args[0] if isinstance(reason, urllib3.exceptions.SSLError) and reason.args else None
     return cause if isinstance(cause, ssl.SSLCertVerificationError) else None
+
+
+def read_body(response: requests.Response, path: str) -> requests.Response:
+    """Read the body of an answer, and return the answer.
+
+    Raises:
+        FleetError: The body is too large or compressed.
+    """
+    encoding = response.headers.get("Content-Encoding", "identity")
+    parts: list[bytes] = []
+    size = 0
+    if encoding.lower() == "identity":
+        for part in response.iter_content(PART_BYTES):
+            parts.append(part)
+            size += len(part)
+            if size > MAX_ANSWER_BYTES:
+                break
+    if encoding.lower() != "identity" or size > MAX_ANSWER_BYTES:
+        response.close()
+        what = f"has more than {MAX_ANSWER_BYTES >> 20} MiB" if size else f"is compressed ({encoding[:20]})"
+        raise FleetError(f"The answer to {path} {what}, so it is not read.")
+    response._content = b"".join(parts)  # what requests sets itself if it reads the body
+    return response
 
 
 def parse_object(response: requests.Response) -> dict[str, Any]:

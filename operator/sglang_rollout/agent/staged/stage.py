@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import aiohttp
 
+from sglang_rollout import bounded
 from sglang_rollout.agent.staged.saved import SavedVersions
 from sglang_rollout.staging.copies import Copies, Copy
 from sglang_rollout.staging.index import StagedError, StagedFault
@@ -42,7 +43,7 @@ _CODES = {
 def open_session() -> aiohttp.ClientSession:
     """Return a session for copies from parents."""
     timeout = aiohttp.ClientTimeout(total=None, connect=_CONNECT_SECONDS, sock_read=_SILENT_SECONDS)
-    return aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
+    return bounded.open_session(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
 
 
 @dataclass(frozen=True, slots=True)

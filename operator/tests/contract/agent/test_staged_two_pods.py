@@ -250,8 +250,8 @@ async def test_verdicts_that_the_member_pod_cannot_give_count_as_a_write(pair: P
 async def copy_in_member_pod(pair: PairHere, source: Source, made: StagedVersion, digest: str) -> None:
     """Let the member pod alone copy a version, as a call with the credential of the engine can."""
     request = StageRequest(update=made.update, parents=[source.url], ticket=TICKET, size_limit=LIMIT, digest=digest, deadline=SECONDS)
-    url, headers = pair.member.address.url + MEMBER_STAGE, {"Authorization": f"Bearer {TOKEN}"}
-    async with pair.head.http.post(url, json=request.model_dump(mode="json"), headers=headers) as reply:
+    url, data = pair.member.address.url + MEMBER_STAGE, request.model_dump_json().encode()
+    async with pair.head.http.post(url, data=data, headers=await prove(pair.head.http, "POST", url, data, token=TOKEN)) as reply:
         found = MemberStageReply.model_validate(await reply.json())
     assert [copy.digest for copy in found.copies if copy.update == made.update] == [digest], found.refusal
 
