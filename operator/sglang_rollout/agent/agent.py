@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +33,8 @@ Judge = Callable[[Reply], Awaitable[Reply]]
 
 _UNANSWERED_POLLS = 3
 """Polls in a row without an answer after which the engine is down. A refused connection counts at once."""
+_ENDING_SECONDS = 2.0
+"""Time in which an engine ends after one of its processes has ended. SGLang looks for ended processes each second."""
 _NO_ADAPTER = b"does not exist"
 """Text of SGLang's answer, which has no code, to a request to unload an unknown adapter."""
 
@@ -180,6 +183,13 @@ class Agent:
             self.dispatch(ev.EngineIdentified(facts))
         except (EngineError, RecordError) as error:
             self.dispatch(ev.EngineDown(str(error)))
+
+    async def await_end(self) -> None:
+        """After a failed call, find out whether the engine fails because it ends: wait until it is gone, or has not ended in time."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_ENDING_SECONDS):
+                await self.watch_connection()
+        await self.observe()
 
     def _mark_down(self, error: EngineError) -> None:
         known = self.explain_down()

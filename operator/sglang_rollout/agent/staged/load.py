@@ -168,6 +168,8 @@ class Load:
                 await agent.control(ControlCall.END_UPDATE, {}, ANSWER_SECONDS, attempt=self._attempt)
         except (EngineError, RecordError) as second:
             log.warning("The engine cannot be led back to its state before the load: %s", second)
+        if agent.state.up:
+            await agent.await_end()  # the coordinator asks next whether the engine is lost
         if agent.state.record.activation is not None:
             agent.dispatch(ev.UpdateGivenUp(), durable=False)
         return ActivationError(refusal, wrote=not self._is_unchanged, status=409 if refusal.status < 500 else refusal.status)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import pytest
@@ -152,6 +153,20 @@ async def test_an_engine_that_dies_in_the_load_is_base_afterwards(pod: PodHere, 
     engine.start()
     await pod.open_with_base()
     assert (await activate(pod, made)).status == 200
+
+
+async def test_an_engine_that_ends_shortly_after_it_has_failed_a_load_is_known_to_be_gone(
+    pod: PodHere, source: Source, engine: StandIn
+) -> None:
+    """A process of the engine has ended: the others answer, and end some milliseconds later. The coordinator then asks at once."""
+    made = source.make(1)
+    await stage(pod, source, made)
+    engine.faults.on_hit = lambda _: Timer(0.3, engine.kill).start()
+    engine.faults.add("unavailable", "disk")
+    answer = await activate(pod, made)
+    assert answer.body["wrote"] is True
+    assert pod.running is not None
+    assert not pod.running.state.up, "known without another poll"
 
 
 async def test_replicas_that_differ_do_not_serve(pod: PodHere, source: Source, engine: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
