@@ -330,7 +330,7 @@ def refuse_stale_group(fleet: Fleet, group: Group) -> None:
         raise RefusedError(
             f"process group {group.name} is of epoch {group.epoch} and its member, {describe_peer(changed[0])}, was restarted or is gone."
             f" Open a new process group with world_size={fleet.table.world_size}: the fleet is at epoch {fleet.epoch}.",
-            fleet=fleet.advice(),
+            fleet={**fleet.advice(), "reason": UpdateReason.ENGINE_LOST.value},
         )
 
 

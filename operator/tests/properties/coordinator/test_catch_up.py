@@ -208,3 +208,11 @@ def test_a_joiner_that_cannot_be_compared_stays_closed_and_reports_why() -> None
     world.drain()
     assert not world.agents["e1"].gate_open
     assert "engine e0, with which it had to be compared, did not return its checksums" in world.machine.fleet.engines["e1"].note
+
+
+def test_a_process_group_whose_member_was_restarted_is_refused_with_a_code() -> None:
+    world = make()
+    restart(world, "e1")
+    world.drain()
+    answer = world.do(rq.Begin())
+    assert (answer.status, answer.fleet["reason"]) == (400, "EngineLost")

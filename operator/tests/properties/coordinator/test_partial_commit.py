@@ -62,6 +62,7 @@ def test_too_few_engines_are_an_error_with_the_first_reason(commit: str) -> None
     assert (answer.status, answer.fleet["engine"], answer.fleet["phase"]) == (400, "e1", "verify")
     assert "engine e1 could not end the session: the engine failed" in answer.message
     assert "Open a new process group with world_size=4 and push again." in answer.message
+    assert answer.fleet["reason"] == "EngineFailed"
     world.drain()
     assert world.machine.fleet.committed == Version(run=0, step=0, label="base")
     assert not any(agent.gate_open for agent in world.agents.values())

@@ -69,6 +69,7 @@ def test_a_copy_that_fails_leaves_every_engine_at_the_version_before() -> None:
     call = world.ask(rq.End())
     world.drain(failing=AGENT_STAGE, engines=["e1"])
     assert "engine e1 did not copy the version" in world.answers[call].message
+    assert world.answers[call].fleet["reason"] == UpdateReason.ENGINE_FAILED
     assert "no engine has changed" in world.answers[call].message
     assert serves(world, "1/1")
     assert [send for send in world.sent if send.path == STORE_DROP]
