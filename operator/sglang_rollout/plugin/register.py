@@ -9,12 +9,12 @@ import logging
 import os
 import uuid
 
-from . import cache_key, names, requests
+from . import bodies, cache_key, names, requests
 from .settings import RUN_VARIABLE, read_run, read_settings
 
 log = logging.getLogger(__name__)
 
-HOOKS = (*requests.HOOKS, *cache_key.HOOKS, *names.HOOKS)
+HOOKS = (*bodies.HOOKS, *requests.HOOKS, *cache_key.HOOKS, *names.HOOKS)
 """All hooks: the target in SGLang, the kind, and the function."""
 
 

@@ -11,6 +11,7 @@ import os
 from types import SimpleNamespace
 from typing import Any
 
+from . import bodies
 from .process import Hook, identify_process, report, settings
 from .reports import REQUESTS_FILE
 from .request import Facts
@@ -30,7 +31,7 @@ def check_request(manager: Any, obj: Any, request: Any = None) -> None:
     """Check a request before it is tokenised (before ``TokenizerManager.generate_request``)."""
     if _Process.reported_by != os.getpid():
         _Process.reported_by = os.getpid()
-        _report_process(manager)
+        _report_process(manager, request)
     _check(RULES, manager, obj, obj, request)
 
 
@@ -76,7 +77,10 @@ def _find_adapters(manager: Any) -> frozenset[str] | None:
     return frozenset(manager.lora_registry.get_all_adapters()) if get_lora().enable_lora else None
 
 
-def _report_process(manager: Any) -> None:
+def _report_process(manager: Any, request: Any) -> None:
+    if not bodies.is_active(request):
+        log.error("The plug-in does not check bodies before SGLang validates them, so it proves nothing.")
+        return
     try:
         report(REQUESTS_FILE, identify_process(manager.server_args))
     except Exception:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,6 +64,37 @@ def test_the_answer_has_the_shape_of_sglangs_own(checked: PluginEngine) -> None:
     assert checked.post("/generate", {"input_ids": [99999], "sampling_params": PARAMS}) == (400, {"error": {"message": OUTSIDE}})
     status, answer = checked.post("/v1/completions", {"model": "m", "prompt": [99999], "max_tokens": 2})
     assert (status, answer["message"], answer["code"]) == (400, OUTSIDE, 400)
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"model": "m", "messages": [1] * 300_000}),
+        ("/v1/chat/completions", {**CHAT, "tools": [TOOL] * 100_000, "tool_choice": "required"}),
+        ("/v1/chat/completions", {"model": "m", "messages": [{"role": "user", "content": "a " * 2**22}]}),
+        ("/v1/completions", {"model": "m", "prompt": "a " * 2**22}),
+        ("/tokenize", {"model": "m", "prompt": "a " * 2**22}),
+        ("/generate", {"text": "a " * 2**22}),
+    ],
+    ids=["messages", "tools", "long chat", "long prompt", "tokenize", "generate"],
+)
+def test_a_body_is_refused_before_sglang_validates_converts_or_tokenises_it(checked: PluginEngine, path: str, body: dict[str, Any]) -> None:
+    assert checked.engine.process is not None
+    server = f"/proc/{checked.engine.process.pid}/stat"
+    before = read_cpu_seconds(server)
+    status, answer = checked.post(path, body)
+    used = read_cpu_seconds(server) - before
+    assert (status, "above_limit: " in str(answer), len(str(answer)) < 1000) == (400, True, True), str(answer)[:500]
+    assert used < 2.5, f"{used:.1f} s of processor time"
+
+
+def read_cpu_seconds(file: str) -> float:
+    fields = Path(file).read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
