@@ -34,7 +34,7 @@ Judge = Callable[[Reply], Awaitable[Reply]]
 _UNANSWERED_POLLS = 3
 """Polls in a row without an answer after which the engine is down. A refused connection counts at once."""
 _ENDING_SECONDS = 2.0
-"""Time in which an engine ends after one of its processes has ended. SGLang looks for ended processes each second."""
+"""Time to see whether an engine that failed a load ends. The coordinator waits 5 s longer than the load for the answer."""
 _NO_ADAPTER = b"does not exist"
 """Text of SGLang's answer, which has no code, to a request to unload an unknown adapter."""
 
