@@ -120,7 +120,7 @@ async def test_copies_that_are_not_kept_are_deleted_in_both_pods(pair: PairHere,
     answer = await stage(pair.head, source, three, keep=(two,))
     assert [copy["update"] for copy in answer.body["staged"]] == [two.update, three.update]
     for volume in (pair.head.volume, pair.member.volume):
-        assert {path.name for path in volume.iterdir()} == {"plugin", two.update, three.update}
+        assert {path.name for path in volume.iterdir()} == {two.update, three.update}
 
 
 async def test_a_copy_that_is_dropped_is_deleted_in_both_pods_and_others_stay(pair: PairHere, source: Source) -> None:
@@ -131,7 +131,7 @@ async def test_a_copy_that_is_dropped_is_deleted_in_both_pods_and_others_stay(pa
     answer = await pair.head.control(AGENT_DROP, {"update": two.update})
     assert (answer.status, [copy["update"] for copy in answer.body["staged"]]) == (200, [one.update])
     for volume in (pair.head.volume, pair.member.volume):
-        assert {path.name for path in volume.iterdir()} == {"plugin", one.update}
+        assert {path.name for path in volume.iterdir()} == {one.update}
     assert (await pair.head.control(AGENT_DROP, {"update": two.update})).status == 200, "it may be repeated"
     assert (await pair.head.control(AGENT_DROP, {"update": "../x"})).status == 400
 
