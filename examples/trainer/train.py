@@ -102,7 +102,8 @@ class Trainer:
         train_ms = watch.lap()
         sampled_from = self._expected
         if self._options.push:
-            self._fleet.push(self._policy.model.state_dict(), version=step)
+            # An engine that ends in the middle of a push must not end the training.
+            self._fleet.push(self._policy.model.state_dict(), version=step, retries=2)
             self._expected = str(step)
         push_ms = watch.lap()
         if self._checks:

@@ -40,6 +40,7 @@ def check_push(arguments: Mapping[str, Any], waits: tuple[str, ...]) -> None:
         None if snapshot is None else rules.find_flag_problem(snapshot, "snapshot"),
         None if checksums is None else rules.find_checksums_problem(checksums, "checksums"),
         rules.find_flag_problem(arguments["check_model"], "check_model"),
+        rules.find_number_problem(arguments["retries"], "retries"),
         None if isinstance(wait, str) and wait in waits else f"wait is {wait!r}; expected one of {', '.join(waits)}.",
     )
 

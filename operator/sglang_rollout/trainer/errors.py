@@ -8,11 +8,13 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from sglang_rollout.wire.reasons import end_sentence
+from sglang_rollout.wire.record import UpdateReason
 
 if TYPE_CHECKING:
     from sglang_rollout.trainer.generate import Sample
 
 _TEMPORARY = frozenset({HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT})
+_RETRYABLE = frozenset({UpdateReason.ENGINE_FAILED, UpdateReason.ENGINE_LOST, UpdateReason.COORDINATOR_RESTARTED, UpdateReason.STORE_LOST})
 NOTHING_SENT = "Nothing was sent, and the fleet is unchanged."
 
 
@@ -100,7 +102,7 @@ class PushFailed(FleetError):
     group. ``advice`` has the exception: with transport Staged engines may fail after the commit, and then load the version later.
     """
 
-    def __init__(self, *, phase: str, reason: str, engine: str | None = None, advice: str | None = None) -> None:
+    def __init__(self, *, phase: str, reason: str, engine: str | None = None, advice: str | None = None, code: str | None = None) -> None:
         where = f" on engine {engine}" if engine else ""
         advice = advice or "Push again: a push opens a new process group, and a complete push makes every fenced engine serve."
         super().__init__(f"The weight push failed in phase '{phase}'{where}: {end_sentence(reason)} {advice}")
@@ -112,6 +114,15 @@ class PushFailed(FleetError):
         """Why the push failed."""
         self.advice = advice
         """What to do."""
+        self.code = code
+        """The fleet's code of the failure, a value of ``UpdateReason``; None if the fleet named none."""
+        self.attempts: tuple[str, ...] = ()
+        """Why the attempts before this one failed (``push(retries=…)``), oldest first."""
+
+    @property
+    def is_retryable(self) -> bool:
+        """True if the version is not committed, and the same push may succeed: an engine, the coordinator or the store failed."""
+        return self.code in _RETRYABLE
 
 
 class SnapshotFailed(FleetError):

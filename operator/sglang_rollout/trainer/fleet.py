@@ -47,6 +47,8 @@ log = logging.getLogger(__name__)
 
 INFO_SECONDS = 10.0
 """Timeout of reading calls, which the coordinator answers from memory."""
+RETRY_SECONDS = 1.0
+"""Pause before a push is sent again: the fleet has noticed a lost engine by then."""
 TENSORS_SECONDS = 40.0
 """Timeout of reading the model's tensors: an engine's pod may take 30 s to read the headers of all files."""
 
@@ -239,6 +241,7 @@ class Fleet:
         specs: Specs | None = None,
         check_model: bool = True,
         wait: Wait = "committed",
+        retries: int = 0,
     ) -> PushResult:
         """Send these weights to every engine as ``version``. Return when the fleet has committed the version.
 
@@ -266,6 +269,9 @@ class Fleet:
                 False: such tensors are sent, and ``PushResult.unchecked`` names them.
             wait: ``"staged"``: return when the fleet has all bytes of an upload, before the engines load them. Such a push gets no
                 snapshot.
+            retries: Further attempts after a failure that may not recur, above all an engine that ended in the middle: the push waits for
+                the engines that are left and sends the same version again. Needs a state dict or a list, not an iterator. With
+                ``DTensor`` weights all ranks repeat the push together.
 
         Raises:
             PushFailed: The fleet did not commit the version, and continues to serve the previous version; or it committed the version
@@ -274,26 +280,42 @@ class Fleet:
         """
         check_push(
             {"named_tensors": named_tensors, "specs": specs, "version": version, "bucket_bytes": bucket_bytes, "timeout": timeout}
-            | {"snapshot": snapshot, "checksums": checksums, "check_model": check_model, "wait": wait},
+            | {"snapshot": snapshot, "checksums": checksums, "check_model": check_model, "wait": wait, "retries": retries},
             get_args(Wait),
         )
-        source = Source(named_tensors, specs)
-        ranks = _trainer_ranks(source, timeout)
         label = version if isinstance(version, str) else str(operator.index(version))
         options = PushOptions(label, bucket_bytes, timeout, check_model, checksums or {})
+        source, failed = Source(named_tensors, specs), list[str]()
+        if retries and not source.is_repeatable:
+            raise ValueError("retries needs a state dict or a list: the tensors of an iterator can be sent once. Nothing was sent.")
+        while True:
+            try:
+                return self._push_once(source, options, snapshot=snapshot, wait=wait, again=bool(failed))
+            except PushFailed as error:
+                error.attempts = tuple(failed)
+                if len(failed) >= retries or not error.is_retryable:
+                    raise
+                failed.append(str(error))
+                log.warning("Pushing version %s again (attempt %d of %d): %s", label, len(failed) + 1, retries + 1, error)
+            time.sleep(RETRY_SECONDS)
+            source = Source(named_tensors, specs)
+
+    def _push_once(self, source: Source, options: PushOptions, *, snapshot: bool | None, wait: Wait, again: bool) -> PushResult:
+        """Make one attempt of a push, as the leading rank or as a follower."""
+        ranks = _trainer_ranks(source, options.timeout)
         if ranks is not None and not ranks.is_leader:
-            return PushResult(**follow(ranks, source, options.intent, bucket_bytes=bucket_bytes, timeout=timeout))
+            return PushResult(**follow(ranks, source, options.intent, bucket_bytes=options.bucket_bytes, timeout=options.timeout))
         with nullcontext() if ranks is None else ranks.publish_failure():
-            return self._lead_push(source, options, ranks, snapshot=snapshot, check_model=check_model, wait=wait)
+            return self._lead_push(source, options, ranks, snapshot=snapshot, wait=wait, again=again)
 
     def _lead_push(
-        self, source: Source, options: PushOptions, ranks: Ranks | None, *, snapshot: bool | None, check_model: bool, wait: Wait
+        self, source: Source, options: PushOptions, ranks: Ranks | None, *, snapshot: bool | None, wait: Wait, again: bool
     ) -> PushResult:
         """Push as the rank that talks to the fleet."""
         started = time.monotonic()
         if snapshot and self.snapshots is None:
             raise ValueError("snapshot=True needs a directory: set fleet.snapshots = Snapshots(directory, model=...).")
-        self._check(source, options.bucket_bytes, compare=check_model)
+        self._check(source, options.bucket_bytes, compare=options.check_model)
         uploads = self._groups.group is None and self.document().transport == TRANSPORT_STAGED
         if wait == "staged" and (snapshot or not uploads):
             raise ValueError('wait="staged" needs an upload (weights.transport: Staged, and no open_group()) and no snapshot=True.')
@@ -302,9 +324,9 @@ class Fleet:
             patience = self._groups.options.timeout + steps * options.timeout + MARGIN_SECONDS
             ranks.agree(source.digest(options.intent), patience=patience)
         if uploads:
-            return self._upload(source, options, ranks, snapshot=snapshot, wait=wait, started=started)
+            return self._upload(source, options, ranks, snapshot=snapshot, wait=wait, started=started, again=again)
         group = self._current_group()
-        staging = self.snapshots.begin(wanted=snapshot) if self.snapshots else None
+        staging = self.snapshots.begin(wanted=snapshot, again=again) if self.snapshots else None
         push = Push(self._http, group, options, ranks=ranks, tensor_sink=_tensor_sink(staging, group.host_bytes))
         push.phases["group"] = (time.monotonic() - started) * 1000
         document = self._run(push, source, options)
@@ -316,12 +338,20 @@ class Fleet:
         return PushResult(**result, snapshot=saved)
 
     def _upload(
-        self, source: Source, options: PushOptions, ranks: Ranks | None, *, snapshot: bool | None, wait: Wait, started: float
+        self,
+        source: Source,
+        options: PushOptions,
+        ranks: Ranks | None,
+        *,
+        snapshot: bool | None,
+        wait: Wait,
+        started: float,
+        again: bool,
     ) -> PushResult:
         """Push as an upload over HTTP."""
         from sglang_rollout.trainer.process_group import copy_bytes, read_bytes  # noqa: PLC0415 - imports torch, as the tensors have
 
-        staging = self.snapshots.begin(wanted=snapshot) if self.snapshots and wait == "committed" else None
+        staging = self.snapshots.begin(wanted=snapshot, again=again) if self.snapshots and wait == "committed" else None
         sink = _tensor_sink(staging, copy_bytes)
         upload = Upload(self._http, options, wait=wait, read_bytes=read_bytes, ranks=ranks, tensor_sink=sink, last=self._last_upload)
         upload.phases["group"] = (time.monotonic() - started) * 1000

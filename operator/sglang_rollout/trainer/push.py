@@ -253,9 +253,10 @@ def wait_for_commit(read: Callable[[], FleetDocument], update: str, seconds: flo
             raise PushFailed(phase="commit", reason=reason, advice="The fleet may still commit it: see GET /fleet before you push again.")
         time.sleep(min(COMMIT_POLL_SECONDS, deadline.remaining))
     if last.reason is UpdateReason.TOO_FEW_ENGINES:
-        raise PushFailed(phase="commit", reason=last.message, advice=ALREADY_COMMITTED)
+        raise PushFailed(phase="commit", reason=last.message, advice=ALREADY_COMMITTED, code=last.reason)
     if last.outcome not in (UpdateOutcome.COMMITTED, UpdateOutcome.PARTIAL):
-        raise PushFailed(phase="commit", reason=last.message, advice="Push again. The engines serve the previous version.")
+        advice = "Push again. The engines serve the previous version."
+        raise PushFailed(phase="commit", reason=last.message, advice=advice, code=last.reason)
 
 
 def prepare_failure(error: ValueError) -> PushFailed:
@@ -289,7 +290,9 @@ def push_failure(phase: str, error: BaseException, advice: str | None = None) ->
         return error
     if isinstance(error, FleetRefused):
         advice = ALREADY_COMMITTED if error.fleet.get("reason") == UpdateReason.TOO_FEW_ENGINES else advice
-        return PushFailed(phase=phase, reason=error.reason, engine=_blamed_engine(error.fleet), advice=advice)
+        code = error.fleet.get("reason")
+        known = code if isinstance(code, str) else None
+        return PushFailed(phase=phase, reason=error.reason, engine=_blamed_engine(error.fleet), advice=advice, code=known)
     return PushFailed(phase=phase, reason=str(error), advice=advice)
 
 

@@ -112,7 +112,7 @@ class Ranks:
     def fail(self, error: BaseException) -> None:
         """Leader: publish to the followers why the push failed."""
         if isinstance(error, PushFailed):
-            failure = {"phase": error.phase, "reason": error.reason, "engine": error.engine, "advice": error.advice}
+            failure = {"phase": error.phase, "reason": error.reason, "engine": error.engine, "advice": error.advice, "code": error.code}
         else:
             failure = {"phase": "prepare", "reason": f"rank {self._rank} of the trainer: {error or type(error).__name__}"}
         try:

@@ -112,12 +112,16 @@ class Snapshots:
                 f"The snapshot in {self.directory} is not written after {seconds:.0f} s. Does its volume answer?"
             ) from None
 
-    def begin(self, *, wanted: bool | None = None) -> Staging | None:
-        """Return a staging area if this push becomes a snapshot, else None. ``wanted`` overrides ``every``.
+    def begin(self, *, wanted: bool | None = None, again: bool = False) -> Staging | None:
+        """Return a staging area if this push becomes a snapshot, else None.
 
         Called by ``Fleet.push``.
+
+        Args:
+            wanted: True or False: overrides ``every``.
+            again: True for a further attempt of a push, which counts once.
         """
-        self._pushes += 1
+        self._pushes += not again
         is_due = self._pushes % self.every == 0 if wanted is None else wanted
         if not is_due:
             return None

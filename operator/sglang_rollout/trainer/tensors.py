@@ -176,7 +176,8 @@ class Source:
     def __init__(self, named_tensors: NamedTensors, specs: Specs | None = None) -> None:
         """Read all entries of a collection, but only the first entry of an iterator, which may gather shards."""
         found = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
-        self._is_collection = isinstance(found, Collection)
+        self.is_repeatable = isinstance(found, Collection)
+        """False for an iterator, whose tensors can be read once."""
         self._rest: Iterator[Any] = iter(())
         if isinstance(found, Collection):
             self._entries: list[Any] = list(found)
@@ -214,7 +215,7 @@ class Source:
             if originals.setdefault(spec.name, name) != name:
                 raise ValueError(f"{originals[spec.name]!r} and {name!r} are both the tensor {spec.name!r}; send each tensor once.")
         self._known = [spec for spec, _ in read]
-        if self._is_collection:
+        if self.is_repeatable:
             self.specs = [spec for spec, _ in self._compare_with_declared(iter(read))]
         for _ in plan_buckets(((spec, None) for spec in self.specs), bucket_bytes):
             pass

@@ -92,6 +92,14 @@ def find_count_problem(value: object, name: str) -> str | None:
     return None if number >= 1 else f"{name} is {number}; expected at least 1."
 
 
+def find_number_problem(value: object, name: str) -> str | None:
+    """Check a whole number from 0."""
+    number = as_integer(value)
+    if number is None:
+        return f"{name} is {quote_value(value)} ({type(value).__name__}); expected an integer."
+    return None if number >= 0 else f"{name} is {number}; expected 0 or more."
+
+
 def find_seconds_problem(value: object, name: str) -> str | None:
     """Check a timeout: a number above 0."""
     if isinstance(value, bool) or not isinstance(value, int | float):

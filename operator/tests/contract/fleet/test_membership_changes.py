@@ -134,6 +134,17 @@ def test_each_push_reaches_exactly_the_present_engines(changing: Changing) -> No
     changing.until("all four serve", lambda: requests.get(f"{changing.url}/fleet", timeout=10).json()["serving"] == 4)
 
 
+def test_a_push_survives_an_engine_that_ends_in_the_middle(changing: Changing) -> None:
+    changing.want(0, 1, 2)
+    fault = {"kind": "die", "phase": "received", "times": 1}
+    assert requests.post(f"{changing.engines[1]}/stand_in/faults", json=fault, timeout=10).ok
+    pushed = changing.push(2)
+    assert (pushed["version"], pushed["world_size"], pushed["members"]) == ("1", 3, named(0, 2)), "the second attempt, without the engine"
+    committed = requests.get(f"{changing.url}/fleet", timeout=10).json()
+    assert (committed["committed"]["label"], committed["serving"]) == ("1", 2)
+    assert committed["last_update"]["outcome"] == "Committed"
+
+
 def named(*numbers: int) -> list[str]:
     """Return the names of engines."""
     return [f"local-engine-{number}" for number in numbers]
