@@ -39,9 +39,7 @@ def find_no_tokens(request: Request) -> tuple[str] | None:
 
 
 def find_empty_prompt(request: Request) -> tuple[str] | None:
-    """Find a list of prompts, or a prompt, without a token. A session may hold the whole prompt."""
-    if request.get("text") == []:
-        return ("text",)
+    """Find a prompt without a token. A session may hold the whole prompt. No prompt at all is harmless: SGLang answers with no sample."""
     ids = request.get("input_ids")
     if ids is None or (ids == [] and (_has_session(request) or request.get("text") is None)):
         return None  # SGLang itself refuses an empty prompt outside a session

@@ -11,7 +11,8 @@ import pytest
 import requests
 from e2e.engine import environment
 
-from tests.contract.support.engine_servers import Server
+from tests.contract.support.engine_servers import Server, sglang, stand_in
+from tests.support.ports import free_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
 
@@ -34,10 +35,8 @@ def misshapen(folder: Path) -> dict[str, Any]:
         pytest.param("/update_weights_from_disk", truncated, marks=pytest.mark.long),
         pytest.param("/update_weights_from_disk", misshapen, marks=pytest.mark.long),
         pytest.param("/resume_memory_occupation", lambda _: {"tags": ["weights"]}, marks=pytest.mark.long),
-        ("/generate", lambda _: {"input_ids": [99999], "sampling_params": {"max_new_tokens": 1}}),
-        ("/generate", lambda _: {"text": "", "sampling_params": {"max_new_tokens": 1}}),
     ],
-    ids=["truncated-file", "wrong-shape", "resume-unreleased", "token-outside-vocabulary", "empty-prompt"],
+    ids=["truncated-file", "wrong-shape", "resume-unreleased"],
 )
 def test_calls_that_end_the_server(engine: Server, path: str, make: Any, tmp_path: Path) -> None:
     """A restarted server has base weights, the base version and another identity."""
@@ -51,3 +50,20 @@ def test_calls_that_end_the_server(engine: Server, path: str, make: Any, tmp_pat
     after = engine.get("/server_info")[1]
     assert engine.label() == "base"
     assert (after["random_seed"], after["startup_time"]) != (before["random_seed"], before["startup_time"])
+
+
+@pytest.mark.parametrize("body", [{"input_ids": [99999]}, {"text": ""}], ids=["token-outside-vocabulary", "empty-prompt"])
+@pytest.mark.parametrize("kind", ["stand-in", pytest.param("sglang", marks=pytest.mark.long)])
+def test_requests_that_end_a_server_without_the_plug_in(
+    engine_environment: None, tmp_path: Path, kind: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the plug-in is for. SGLANG_PLUGINS names the plug-ins that SGLang loads."""
+    monkeypatch.setenv("SGLANG_PLUGINS", "none")
+    made = (stand_in if kind == "stand-in" else sglang)(free_port(), tmp_path / "log")
+    made.start()
+    try:
+        made.wait()
+        with pytest.raises(requests.ConnectionError):
+            requests.post(f"{made.url}/generate", json={**body, "sampling_params": {"max_new_tokens": 1}}, timeout=60)
+    finally:
+        made.kill()

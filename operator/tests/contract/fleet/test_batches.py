@@ -67,7 +67,7 @@ def test_a_batch_has_the_engines_answer(urls: Urls, body: dict[str, Any]) -> Non
         {"input_ids": [[11], [22]], "rid": ["a"], "sampling_params": GREEDY},
         {"input_ids": [[11], [22]], "rid": ["a", "a"], "sampling_params": GREEDY},
         {"text": ["a", "b"], "sampling_params": [{**GREEDY, "n": 1}, {**GREEDY, "n": 2}]},
-        {"text": ["a", "b"], "image_data": ["x"], "sampling_params": GREEDY},
+        {"text": ["a", "b"], "image_data": ["AAAA"], "sampling_params": GREEDY},
     ],
     ids=range(6),
 )

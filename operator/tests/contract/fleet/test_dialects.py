@@ -351,9 +351,11 @@ def test_a_request_that_would_end_an_engine_is_refused_with_the_reason(lab: Flee
 def test_an_abort_at_each_worker_of_the_router_ends_the_requests_of_all_engines(lab: Fleet, path: str) -> None:
     """slime and miles list the workers at the end of a rollout, and repeat the abort at each worker until it succeeds."""
     before = lab.everywhere()
-    body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1500, "ignore_eos": True}}
+    sampling = {"max_new_tokens": 1500, "ignore_eos": True}
+    # Different prompts, because smg sends equal ones to one engine.
+    bodies = [{"input_ids": [100 * number + 7, *PROMPT], "sampling_params": sampling} for number in range(8)]
     with ThreadPoolExecutor(8) as pool:
-        running = [pool.submit(requests.post, f"{lab.url}/generate", json=body, timeout=120) for _ in range(8)]
+        running = [pool.submit(requests.post, f"{lab.url}/generate", json=body, timeout=120) for body in bodies]
         with trainer(lab, 0) as t:
             while min(load["num_running_reqs"] for load in t.get("/get_load")) == 0:  # the test's timeout ends it
                 assert not any(each.done() for each in running)

@@ -163,6 +163,7 @@ async def test_an_account_that_only_has_the_name_is_out_of_reach(invade: Invade,
     """An operator that is taken over must not run pods with an administrator's account, whatever the account's name."""
     intruder = await invade(MODELS)
     foreign = "only ServiceAccounts that belong to their rollout"
+    other = await world.kube.create(rollout("other", world.namespace, model=MODEL))
     for kind, name in (("StatefulSet", "demo-engine"), ("Deployment", "demo-router")):
         metadata = {"name": name, "namespace": world.namespace}
         await world.kube.create({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": metadata})
@@ -176,7 +177,9 @@ async def test_an_account_that_only_has_the_name_is_out_of_reach(invade: Invade,
         await world.kube.merge_patch(SERVICEACCOUNTS, world.namespace, name, {"metadata": labelled})
         assert foreign in intruder.create(intruder.child(kind))
         owner = intruder.child(kind)["metadata"]["ownerReferences"][0]
-        await world.kube.merge_patch(SERVICEACCOUNTS, world.namespace, name, {"metadata": {"ownerReferences": [owner | {"uid": "other"}]}})
+        # A real object, because the garbage collector deletes what an absent object owns.
+        theirs = owner | {"name": "other", "uid": other["metadata"]["uid"]}
+        await world.kube.merge_patch(SERVICEACCOUNTS, world.namespace, name, {"metadata": {"ownerReferences": [theirs]}})
         assert foreign in intruder.create(intruder.child(kind))
         await world.kube.merge_patch(SERVICEACCOUNTS, world.namespace, name, {"metadata": {"ownerReferences": [owner]}})
 
