@@ -17,6 +17,7 @@ import requests
 from e2e.engine import environment
 
 from sglang_rollout.testing.policy import read_folder
+from sglang_rollout.wire.ports import CHECK_MODEL_FIELD
 from tests.contract.support.engine_servers import Peer, peer
 from tests.contract.support.local_fleet import Urls
 from tests.contract.support.trainer_dialects import Fleet, Trainer, fleet, trainer
@@ -143,7 +144,8 @@ def test_an_unannounced_broadcast_is_found(t: Trainer, right: dict[int, list[str
 def test_a_wrong_shape_is_refused_with_the_tensors_name(t: Trainer) -> None:
     before = t.fleet.committed()
     begin(t)
-    reply = update(t, [UP], {"shapes": [[128, 256]]})
+    # Otherwise the fleet refuses the shape before a byte is sent.
+    reply = update(t, [UP], {"shapes": [[128, 256]], CHECK_MODEL_FIELD: False})
     assert t.peers[0].read_answer() == {"sent": True}
     assert (reply.status_code, reply.json()["fleet"]["phase"]) == (400, "transfer")
     assert "did not take the tensors: Failed to update parameter online: Attempted to load weight" in reply.json()["message"]
