@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from .process import Hook, settings
+from .refusal import ABOVE_LIMIT, CHECK_FAILED, UNREADABLE, Refusal
 from .request import show
 from .settings import Limits
 from .tokens import CHARACTERS_PER_TOKEN
@@ -43,8 +44,8 @@ _TOKENISED_TOGETHER = frozenset(("messages",))
 _NUMBER_TYPES = frozenset((int, float))
 
 
-def find_problem(path: str, body: Any, limits: Limits, context: int) -> str:
-    """Return why a body is refused, as code and sentence; empty if it passes. Takes time in proportion to the body.
+def find_problem(path: str, body: Any, limits: Limits, context: int) -> Refusal | None:
+    """Return why a body is refused; None if it passes. Takes time in proportion to the body.
 
     Args:
         path: Path of the request.
@@ -53,31 +54,33 @@ def find_problem(path: str, body: Any, limits: Limits, context: int) -> str:
         context: Tokens of the model's context.
     """
     if not isinstance(body, dict):
-        return ""  # SGLang itself refuses it
+        return None  # SGLang itself refuses it
     values = 0
     for field, value in body.items():
         found = _count(value, counts_numbers=field not in _NUMBERS, most=limits.values_per_request - values)
         if found is None:
-            return f"unreadable_body: {show(field)} has more than {DEEPEST} levels of lists and objects."
+            return Refusal(UNREADABLE, f"{show(field)} has more than {DEEPEST} levels of lists and objects.")
         values += found + 1
         if values > limits.values_per_request:
             most = limits.values_per_request
-            return f"above_limit: The request has more than {most} values up to {show(field)}; engine.limits.valuesPerRequest raises it."
+            sentence = f"The request has more than {most} values up to {show(field)}; engine.limits.valuesPerRequest raises it."
+            return Refusal(ABOVE_LIMIT, sentence)
     grammar = sum(len(text) for field in _GRAMMARS for text in _texts(body.get(field), frozenset()))
     if grammar > limits.grammar_bytes:
-        return f"above_limit: tools and response_format have more than {limits.grammar_bytes} bytes; engine.limits.grammarBytes raises it."
+        sentence = f"tools and response_format have more than {limits.grammar_bytes} bytes; engine.limits.grammarBytes raises it."
+        return Refusal(ABOVE_LIMIT, sentence)
     return _find_long_text(path, body, CHARACTERS_PER_TOKEN * context)
 
 
-def _find_long_text(path: str, body: dict[str, Any], most: int) -> str:
+def _find_long_text(path: str, body: dict[str, Any], most: int) -> Refusal | None:
     for field in _TEXTS & body.keys():
         lengths = [len(text) for text in _texts(body[field], _NO_TEXT)]
         together = field in _TOKENISED_TOGETHER or path.endswith("tokenize")
         longest = sum(lengths) if together else max(lengths, default=0)
         if longest > most:
             reason = f"{CHARACTERS_PER_TOKEN} for each token of the model's context."
-            return f"above_limit: {field} has {longest} characters, which is more than {most}: {reason}"
-    return ""
+            return Refusal(ABOVE_LIMIT, f"{field} has {longest} characters, which is more than {most}: {reason}")
+    return None
 
 
 def _count(value: Any, *, counts_numbers: bool, most: int) -> int | None:
@@ -131,9 +134,9 @@ async def check_body(read: Any, request: Any) -> Any:
         problem = find_problem(path, body, settings().limits, _read_context())
     except Exception:
         log.exception("The plug-in failed to check a body, and refused it.")
-        problem = "unreadable_body: the check of this request failed; the engine's log has the error."
-    if problem:
-        raise importlib.import_module("fastapi").HTTPException(400, problem)
+        problem = CHECK_FAILED
+    if problem is not None:
+        raise importlib.import_module("fastapi").HTTPException(400, str(problem))
     return body
 
 

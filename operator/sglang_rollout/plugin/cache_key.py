@@ -14,9 +14,16 @@ from typing import Any
 
 from .names import find_names
 from .process import Hook, find_place, identify_process, report, run, settings
+from .refusal import NOT_ACCEPTED, Refusal
 from .reports import CACHE_KEY, NAMES, scheduler_file
 
 log = logging.getLogger(__name__)
+
+_KEEPS_PREFIXES = Refusal(
+    NOT_ACCEPTED,
+    "streaming sessions keep the prefixes of older weights. Open the session without streaming, or let the versions of this engine share"
+    " one prefix cache.",
+)
 
 
 class _Scheduler:
@@ -64,10 +71,7 @@ def key_waiting_requests(_: Any, scheduler: Any, *__: Any, **___: Any) -> None:
 def refuse_streaming_session(_: Any, obj: Any, *__: Any, **___: Any) -> None:
     """Refuse a streaming session, which keeps its prefix whatever its key (before ``TokenizerManager.open_session``)."""
     if settings().cache_key and getattr(obj, "streaming", None):
-        raise ValueError(
-            "not_accepted: streaming sessions keep the prefixes of older weights. Open the session without streaming, or let"
-            " the versions of this engine share one prefix cache."
-        )
+        raise ValueError(str(_KEEPS_PREFIXES))
 
 
 def _holds_prefix(req: Any) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 
 from . import bodies
 from .process import Hook, identify_process, report, settings
+from .refusal import CHECK_FAILED
 from .reports import REQUESTS_FILE
 from .request import Facts
 from .rules import AFTER_TOKENS, RULES, Rule, check
@@ -50,7 +51,7 @@ def _check(rules: tuple[Rule, ...], manager: Any, obj: Any, seen: Any, request: 
         refusal = check(rules, seen, _find_facts(manager, obj, request), settings())
     except Exception:
         log.exception("The plug-in failed to check a request, and refused it.")
-        raise ValueError("unreadable_body: the check of this request failed; the engine's log has the error.") from None
+        raise ValueError(str(CHECK_FAILED)) from None
     if refusal is not None:
         raise ValueError(str(refusal))
 

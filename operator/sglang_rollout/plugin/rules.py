@@ -12,17 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import media, sampling, tokens
+from .refusal import ABOVE_LIMIT, ADAPTER, ENDS, NOT_ACCEPTED, UNREADABLE, Refusal
 from .request import Facts, Request
 from .settings import Settings
 
 Arguments = tuple[Any, ...]
-ABOVE_LIMIT, ADAPTER, ENDS, NOT_ACCEPTED, UNREADABLE = (
-    "above_limit",
-    "adapter_not_loaded",
-    "would_end_the_engine",
-    "not_accepted",
-    "unreadable_body",
-)
 _RAISES = "; engine.limits.{} raises it."
 _ABOVE = "{} is {:.14g}, above the limit of {}" + _RAISES
 _MORE = "{} has more than {} {}" + _RAISES
@@ -35,17 +29,6 @@ class Rule:
     code: str
     sentence: str
     find: Callable[[Request], Arguments | None]
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """Why a request is refused."""
-
-    code: str
-    sentence: str
-
-    def __str__(self) -> str:
-        return f"{self.code}: {self.sentence}"
 
 
 RULES: tuple[Rule, ...] = (

@@ -6,16 +6,18 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from aiohttp import web
 from pydantic import ValidationError
 
 from sglang_rollout.sglang.api import DEFAULT_PAUSE_MODE, MEMORY_TAGS, PAUSE_MODES, ControlCall
-from sglang_rollout.testing import info, samples, staged, updates
+from sglang_rollout.testing import info, staged, updates
 from sglang_rollout.testing.boot import Boot, Unavailable
 from sglang_rollout.testing.faults import Fault, Phase
+from sglang_rollout.testing.generation import Generation
+from sglang_rollout.testing.replies import Invalid, RefusedBody, Undecodable, Unhandled, body_of, json_reply
 
 _FLUSHED = (
     "Cache flushed.\nPlease check backend logs for more details. "
@@ -43,8 +45,7 @@ class App:
             [
                 *self._info_routes(),
                 *self._both(ControlCall.FLUSH_CACHE.path, self._flush),
-                web.post("/generate", self._generate),
-                web.put("/generate", self._generate),
+                *Generation(self._boot).routes(),
                 web.post(ControlCall.ABORT_REQUEST.path, self._abort),
                 web.post(ControlCall.PAUSE.path, self._pause),
                 web.post(ControlCall.CONTINUE.path, self._continue),
@@ -229,70 +230,6 @@ class App:
                 self._boot.weights.lose()
         return json_reply(None)
 
-    async def _generate(self, request: web.Request) -> web.StreamResponse:
-        body = await body_of(request)
-        try:
-            wanted = samples.parse(self._boot, body)
-        except samples.BadRequest as error:
-            return json_reply(error.body, 400)
-        await self._boot.reach(Phase.GENERATE)
-        if wanted.stream:
-            return await self._stream(request, wanted)
-        replies = await asyncio.gather(*(self._last(request, prompt) for prompt in wanted.prompts))
-        return json_reply(replies[0] if wanted.single else replies)
-
-    async def _last(self, request: web.Request, prompt: samples.Prompt) -> dict[str, Any]:
-        last: dict[str, Any] = {}
-        async for reply in while_connected(request, samples.produce(self._boot, prompt)):
-            last = reply
-        return last
-
-    async def _stream(self, request: web.Request, wanted: samples.Wanted) -> web.StreamResponse:
-        reply = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
-        await reply.prepare(request)
-
-        async def send(number: int, prompt: samples.Prompt) -> None:
-            async for part in while_connected(request, samples.produce(self._boot, prompt)):
-                numbered = part if wanted.single else {**part, "index": number}
-                await reply.write(b"data: " + json.dumps(numbered).encode() + b"\n\n")
-
-        await asyncio.gather(*(send(number, prompt) for number, prompt in enumerate(wanted.prompts)))
-        await reply.write(b"data: [DONE]\n\n")
-        return reply
-
-
-class Invalid(Exception):
-    """A body or query that SGLang's validation refuses. The message is shorter than SGLang's, the shape is the same."""
-
-    def __init__(self, kind: str, *places: tuple[object, ...]) -> None:
-        found = "\n".join(f"  {{'type': '{kind}', 'loc': {place}}}" for place in places)
-        super().__init__(f"{len(places)} validation error{'s' if len(places) > 1 else ''}:\n{found}")
-
-
-async def body_of(request: web.Request, *needed: str) -> dict[str, Any]:
-    """Return the JSON object of a request. Raises Invalid if the body or a needed field is missing."""
-    raw = await request.read()
-    if not raw:
-        raise Invalid("missing", ("body",))
-    try:
-        body = json.loads(raw)
-    except ValueError:
-        raise Invalid("json_invalid", ("body", 0)) from None
-    if not isinstance(body, dict):
-        raise Invalid("model_attributes_type", ("body",))
-    missing = [("body", name) for name in needed if name not in body]
-    if missing:
-        raise Invalid("missing", *missing)
-    return body
-
-
-async def while_connected(request: web.Request, parts: AsyncIterator[dict[str, Any]]) -> AsyncIterator[dict[str, Any]]:
-    """Yield parts until the client disconnects. Requests end with their client; control calls continue without it."""
-    async for part in parts:
-        if request.transport is None or request.transport.is_closing():
-            return
-        yield part
-
 
 def always(document: Callable[[], Any]) -> Handler:
     """Return a route whose answer needs no scheduler."""
@@ -303,21 +240,16 @@ def always(document: Callable[[], Any]) -> Handler:
     return handle
 
 
-def json_reply(document: Any, status: int = 200) -> web.Response:
-    """Return a JSON reply. SGLang's content type has no charset."""
-    return web.Response(body=json.dumps(document).encode(), status=status, content_type="application/json")
-
-
 @web.middleware
 async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Answer refused requests with SGLang's bodies."""
     try:
         return await handler(request)
-    except Invalid as error:
-        return json_reply({"object": "error", "message": str(error), "type": "Bad Request", "param": None, "code": 400}, 400)
+    except (Invalid, Undecodable, RefusedBody) as error:
+        return json_reply(error.body, 400)
     except Unavailable:
         return json_reply({"error": {"message": "The request queue is full."}}, 503)
-    except samples.Unhandled:
+    except Unhandled:
         return web.Response(text="Internal Server Error", status=500)
     except web.HTTPNotFound:
         return json_reply({"detail": "Not Found"}, 404)

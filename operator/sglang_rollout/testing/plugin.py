@@ -1,14 +1,56 @@
-"""The plug-in as a stand-in imitates it: the same reports, written when the engine is warm, as SGLang's warm-up request makes them."""
+"""The plug-in as a stand-in imitates it: the reports that it writes when the engine is warm, and its rules on requests."""
 
 from __future__ import annotations
 
 import itertools
 import os
 import uuid
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
 
+from sglang_rollout.plugin.bodies import find_problem
 from sglang_rollout.plugin.reports import CACHE_KEY, NAMES, REQUESTS_FILE, names_file, process_label, scheduler_file, write_report
+from sglang_rollout.plugin.request import Facts
+from sglang_rollout.plugin.rules import AFTER_TOKENS, RULES, Rule, check
 from sglang_rollout.plugin.settings import read_run, read_settings
 from sglang_rollout.testing.boot import Boot
+from sglang_rollout.testing.replies import BadRequest, RefusedBody
+
+
+class RequestCheck:
+    """The plug-in's check of requests in one boot; it lets everything pass if the engine has no plug-in."""
+
+    def __init__(self, boot: Boot) -> None:
+        self._boot = boot
+        self._settings, _ = read_settings(os.environ)
+
+    def check_body(self, path: str, body: Mapping[str, Any]) -> None:
+        """Check the JSON of a request. Raises RefusedBody."""
+        if not self._boot.setup.plugin:
+            return
+        refusal = find_problem(path, body, self._settings.limits, self._boot.setup.context_length)
+        if refusal is not None:
+            raise RefusedBody(str(refusal))
+
+    def check_request(self, path: str, fields: Mapping[str, Any]) -> None:
+        """Check the fields of ``/generate``, before texts are tokens. Raises BadRequest."""
+        self._check(RULES, SimpleNamespace(**fields), path)
+
+    def check_tokens(self, ids: list[int], session: Any) -> None:
+        """Check the tokens of one prompt. Raises BadRequest."""
+        self._check(AFTER_TOKENS, SimpleNamespace(input_ids=ids, session_params=session), "")
+
+    def _check(self, rules: tuple[Rule, ...], seen: SimpleNamespace, path: str) -> None:
+        setup = self._boot.setup
+        if not setup.plugin:
+            return
+        adapters = frozenset(self._boot.adapters) if setup.lora else None
+        hidden = next((held.shape[-1] for name, held in setup.tensors.items() if name.endswith("embed_tokens.weight")), 0)
+        facts = Facts(vocabulary=setup.vocabulary, context=setup.context_length, hidden=hidden, adapters=adapters, path=path)
+        refusal = check(rules, seen, facts, self._settings)
+        if refusal is not None:
+            raise BadRequest(str(refusal))
 
 
 def report_plugin(boot: Boot) -> None:

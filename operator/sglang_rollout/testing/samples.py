@@ -1,4 +1,4 @@
-"""``/generate``: parse requests, generate tokens, and build replies in SGLang's shape."""
+"""``/generate``: from the fields of a request to prompts, tokens, and replies in SGLang's shape."""
 
 from __future__ import annotations
 
@@ -10,34 +10,15 @@ from typing import Any
 
 from sglang_rollout.testing.boot import Boot, Running
 from sglang_rollout.testing.policy import advance, decode, encode, logprob, next_token, start
+from sglang_rollout.testing.replies import BadRequest, Unhandled
 
 _DEFAULT_TOKENS = 128
 """SGLang's default of max_new_tokens."""
 _MISSING = "Either text, input_ids or input_embeds should be provided."
-
-SAMPLING_FIELDS = (
-    "max_new_tokens", "stop", "stop_token_ids", "stop_regex", "temperature", "top_p", "top_k", "min_p", "frequency_penalty",
-    "presence_penalty", "repetition_penalty", "min_new_tokens", "n", "json_schema", "regex", "ebnf", "structural_tag", "ignore_eos",
-    "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim", "stream_interval", "logit_bias", "sampling_seed",
-    "custom_params", "beam_width", "watermark", "choice",
-)  # fmt: skip
-
-
-class Unhandled(Exception):
-    """SGLang answers 500, because it does not handle an exception."""
-
-
-class BadRequest(Exception):
-    """SGLang refuses the request with 400. ``plain``: the message is the value of ``error`` itself, not of ``error.message``."""
-
-    def __init__(self, message: str, *, plain: bool = False) -> None:
-        super().__init__(message)
-        self.plain = plain
-
-    @property
-    def body(self) -> dict[str, Any]:
-        """The reply."""
-        return {"error": str(self)} if self.plain else {"error": {"message": str(self)}}
+_NO_ADAPTERS = (
+    "LoRA adapter '{}' was requested, but LoRA is not enabled. Please launch the server with --enable-lora flag and preload adapters using"
+    " --lora-paths or /load_lora_adapter endpoint."
+)
 
 
 @dataclass(frozen=True)
@@ -66,11 +47,11 @@ def parse(boot: Boot, body: Mapping[str, Any]) -> Wanted:
     given = body.get("input_ids") if body.get("input_ids") is not None else body.get("text")
     if given is None:
         raise BadRequest(_MISSING)
-    adapter = body.get("lora_path")
-    if isinstance(adapter, str) and adapter not in boot.ever_loaded:
-        raise BadRequest(f"Got LoRA adapter that has never been loaded: {adapter}")
+    _check_adapter(boot, body.get("lora_path"))
     if body.get("input_ids") == []:
         raise BadRequest("input_ids cannot be empty.")
+    if given == []:
+        return Wanted([], False, bool(body.get("stream")))
     single = isinstance(given, str) or not isinstance(given[0], list | str)
     each = [given] if single else given
     params = body.get("sampling_params")
@@ -82,7 +63,7 @@ def parse(boot: Boot, body: Mapping[str, Any]) -> Wanted:
         raise Unhandled
     rids = _rids(body.get("rid"), len(each), single=single, samples=samples)
     prompts = [
-        _prompt(boot, body, said, fields, rids[number])
+        _prompt(boot, _fields_of(body, number), said, fields, rids[number])
         for number, (said, fields) in enumerate(zip(each, its_params, strict=True))
         for _ in range(max(samples, 1))
     ]
@@ -92,9 +73,6 @@ def parse(boot: Boot, body: Mapping[str, Any]) -> Wanted:
 def _samples_per_prompt(params: Sequence[Mapping[str, Any]]) -> int:
     """Return ``n``, which must be the same for all prompts of a batch. For a single prompt, SGLang takes integers below 1 as 1."""
     wanted = [fields.get("n", 1) for fields in params]
-    for n in wanted:
-        if n is not None and type(n) is not int:
-            raise BadRequest(f"invalid type: {_rust_type(n)}, expected i64", plain=True)
     if any(n != wanted[0] for n in wanted):
         raise BadRequest("The parallel_sample_num should be the same for all samples in sample params.")
     if not wanted or wanted[0] is None:
@@ -102,15 +80,11 @@ def _samples_per_prompt(params: Sequence[Mapping[str, Any]]) -> int:
     return int(wanted[0])
 
 
-def _rust_type(value: Any) -> str:
-    """Return how SGLang's decoder names a JSON value of a wrong type."""
-    if isinstance(value, bool):
-        return f"boolean `{str(value).lower()}`"
-    if isinstance(value, float):
-        return f"floating point `{value}`"
-    if isinstance(value, str):
-        return f'string "{value}"'
-    return "sequence" if isinstance(value, list) else "map"
+def _check_adapter(boot: Boot, adapter: Any) -> None:
+    if isinstance(adapter, str) and not boot.setup.lora:
+        raise BadRequest(_NO_ADAPTERS.format(adapter))
+    if isinstance(adapter, str) and adapter not in boot.ever_loaded:
+        raise BadRequest(f"Got LoRA adapter that has never been loaded: {adapter}")
 
 
 def _rids(given: Any, prompts: int, *, single: bool, samples: int) -> list[str | None]:
@@ -122,11 +96,13 @@ def _rids(given: Any, prompts: int, *, single: bool, samples: int) -> list[str |
     return [str(given)] if single else [f"{given}_{number}" for number in range(prompts)]
 
 
+def _fields_of(body: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """Return the fields that may have one value for each prompt, with the value of one prompt."""
+    found = {key: body.get(key) for key in ("return_logprob", "logprob_start_len")}
+    return {key: value[number] if isinstance(value, list) else value for key, value in found.items()}
+
+
 def _prompt(boot: Boot, body: Mapping[str, Any], said: str | list[int], params: Mapping[str, Any], rid: str | None) -> Prompt:
-    for name in params:
-        if name not in SAMPLING_FIELDS:
-            known = ", ".join(f"`{field}`" for field in SAMPLING_FIELDS)
-            raise BadRequest(f"unknown field `{name}`, expected one of {known}", plain=True)
     limit = _DEFAULT_TOKENS if params.get("max_new_tokens") is None else int(params["max_new_tokens"])
     if limit < 0:
         raise BadRequest(f"max_new_tokens must be at least 0, got {limit}.")
@@ -146,8 +122,8 @@ def _prompt(boot: Boot, body: Mapping[str, Any], said: str | list[int], params: 
         ids=ids,
         limit=min(limit, longest - len(ids)),
         stop_ids=frozenset(params.get("stop_token_ids") or ()),
-        logprobs=bool(body.get("return_logprob")),
-        logprob_start=int(body.get("logprob_start_len", -1)),
+        logprobs=bool(body["return_logprob"]),
+        logprob_start=-1 if body["logprob_start_len"] is None else int(body["logprob_start_len"]),
     )
 
 

@@ -42,7 +42,8 @@ async def test_the_gate_accepts_an_adapter_only_while_it_is_loaded(engine: tuple
         assert (await lab.control("/unload_lora_adapter", {"lora_name": "math"})).status == 200
     raw = {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}, "lora_path": "math"}
     async with lab.http.post(f"{stand_in.url}/generate", json=raw) as reply:
-        assert reply.status == 200, "SGLang still answers: the gate refuses"
+        assert reply.status == 400, "the plug-in refuses, too"
+        assert "adapter_not_loaded: LoRA adapter math is not loaded" in await reply.text()
     assert (await ask(lab, "math")).status == 400
 
 

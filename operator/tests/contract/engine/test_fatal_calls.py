@@ -59,7 +59,7 @@ def test_requests_that_end_a_server_without_the_plug_in(
 ) -> None:
     """What the plug-in is for. SGLANG_PLUGINS names the plug-ins that SGLang loads."""
     monkeypatch.setenv("SGLANG_PLUGINS", "none")
-    made = (stand_in if kind == "stand-in" else sglang)(free_port(), tmp_path / "log")
+    made = stand_in(free_port(), tmp_path / "log", "--no-plugin") if kind == "stand-in" else sglang(free_port(), tmp_path / "log")
     made.start()
     try:
         made.wait()

@@ -16,8 +16,9 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 JUDGE = f"""
 import dataclasses, itertools, json, sys, time
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
+from {PLUGIN}.refusal import Refusal
 from {PLUGIN}.request import Facts
-from {PLUGIN}.rules import RULES, Refusal, check
+from {PLUGIN}.rules import RULES, check
 from {PLUGIN}.settings import Settings
 
 MANY = 20_000

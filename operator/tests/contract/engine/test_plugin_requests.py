@@ -1,8 +1,7 @@
-"""The check of requests in real engines: what it refuses, how SGLang answers, and that the engine lives."""
+"""The check of requests in real engines and in the stand-in: what it refuses, in which shape, and that the engine lives."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,57 +10,90 @@ from typing import Any
 import pytest
 import requests
 
-from tests.contract.support.plugin_engines import PluginEngine, start_plugin_engine
+from tests.contract.support import plugin_requests as table
+from tests.contract.support.plugin_engines import PluginEngine, start_plugin_engine, start_plugin_stand_in
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
 
-PARAMS = {"max_new_tokens": 2, "temperature": 0}
 RANGE = "; this model's tokens are 0 to 2047."
 OUTSIDE = "would_end_the_engine: input_ids holds token 99999" + RANGE
-FATAL: list[tuple[str, dict[str, Any]]] = [
-    ("/generate", {"input_ids": [99999]}),
-    ("/generate", {"input_ids": [5, -1], "stream": True}),
-    ("/generate", {"text": ["a", "b"], "input_ids": [[5], [2**31]]}),
-    ("/generate", {"text": ""}),
-    ("/generate", {"text": ["a", ""]}),
-    ("/generate", {"input_ids": [[]]}),
-    ("/generate", {"text": "a", "sampling_params": {"top_k": 2**31}}),
-    ("/generate", {"text": "a", "sampling_params": {"stop_token_ids": [-7], "min_new_tokens": 2, "max_new_tokens": 4}}),
-    ("/generate", {"text": "a", "return_logprob": True, "top_logprobs_num": 5000}),
-    ("/generate", {"text": "a", "return_logprob": True, "top_logprobs_num": [1]}),
-    ("/generate", {"text": "a", "return_logprob": True, "logprob_start_len": [0]}),
-    ("/generate", {"text": "a", "positional_embed_overrides": {"x": 1}}),
-    ("/generate", {"text": "a", "sampling_params": {"logit_bias": {"5": 1e39}}}),
-    ("/generate", {"text": "a", "sampling_params": {"stop_regex": "(.*)*(.*)*!", "max_new_tokens": 200}}),
+STREAM = pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
+OTHER_DOORS: list[tuple[str, dict[str, Any]]] = [
     ("/vertex_generate", {"instances": [{"input_ids": [99999]}], "parameters": {}}),
-    ("/v1/completions", {"model": "m", "prompt": [99999], "max_tokens": 2}),
-    ("/v1/completions", {"model": "m", "prompt": "", "max_tokens": 2}),
-    ("/v1/completions", {"model": "m", "prompt": "a", "n": 5000}),
-    ("/v1/chat/completions", {"model": "m", "messages": [{"role": "user", "content": "a"}], "n": 5000}),
-    ("/v1/chat/completions", {"model": "m", "messages": [{"role": "user", "content": "a"}], "logit_bias": {"5": 1e39}}),
     ("/v1/score", {"model": "m", "query": [5], "items": [[99999]], "label_token_ids": [1]}),
 ]
 
 
-@pytest.fixture(scope="module", params=[pytest.param(False, id="newest"), pytest.param(True, id="oldest", marks=pytest.mark.long)])
+OLDEST = pytest.param("oldest", marks=pytest.mark.long)
+REAL = pytest.mark.parametrize("checked", ["newest", OLDEST], indirect=True, scope="module")
+ALL = pytest.mark.parametrize("checked", ["stand-in", "newest", OLDEST], indirect=True, scope="module")
+NEW = pytest.mark.parametrize("checked", ["stand-in", "newest"], indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
 def checked(request: pytest.FixtureRequest, engine_environment: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PluginEngine]:
-    with start_plugin_engine(tmp_path_factory.mktemp("checked"), old=request.param, args=["--enable-metrics"]) as engine:
-        engine.wait_for_proof(1)
-        yield engine
-
-
-@pytest.mark.parametrize(("path", "body"), FATAL, ids=range(len(FATAL)))
-def test_a_request_that_would_end_the_engine_is_refused(checked: PluginEngine, path: str, body: dict[str, Any]) -> None:
-    status, answer = checked.post(path, body)
-    if body.get("stream"):
-        assert "would_end_the_engine" in str(answer)
+    """A real engine of the newest or of the oldest release, or the stand-in, with the plug-in."""
+    folder = tmp_path_factory.mktemp("checked")
+    if request.param == "stand-in":
+        started = start_plugin_stand_in(folder)
     else:
-        assert status == 400, answer
+        started = start_plugin_engine(folder, old=request.param == "oldest", args=["--enable-metrics"])
+    with started as made:
+        made.wait_for_proof(1)
+        yield made
+
+
+ROWS = [*((*row, table.BY_RULE) for row in table.HOSTILE), *((*row, table.BY_BODY) for row in table.HEAVY)]
+
+
+@ALL
+@STREAM
+@pytest.mark.parametrize(("path", "body", "code", "where"), ROWS, ids=range(len(ROWS)))
+def test_a_hostile_request_is_refused(checked: PluginEngine, path: str, body: Any, code: str, where: str, stream: bool) -> None:
+    status, answer = table.send(checked.engine.url, path, body, stream=stream)
+    found, message = table.take_message(answer)
+    assert ((status, found), table.code_of(message)) == (table.expect_refusal(path, where, stream=stream), code), message
     checked.generate(input_ids=[5, 6])
 
 
-def test_the_answer_has_the_shape_of_sglangs_own(checked: PluginEngine) -> None:
-    assert checked.post("/generate", {"input_ids": [99999], "sampling_params": PARAMS}) == (400, {"error": {"message": OUTSIDE}})
+@NEW
+@STREAM
+@pytest.mark.parametrize(("path", "body", "code"), table.EMPTY)
+def test_a_text_without_a_token_is_refused(checked: PluginEngine, path: str, body: Any, code: str, stream: bool) -> None:
+    test_a_hostile_request_is_refused(checked, path, body, code, table.BY_RULE, stream)
+
+
+@NEW
+@STREAM
+@pytest.mark.parametrize(("path", "body", "where"), table.WRONG, ids=range(len(table.WRONG)))
+def test_what_sglang_itself_refuses_has_its_shape_and_no_code(
+    checked: PluginEngine, path: str, body: Any, where: str, stream: bool
+) -> None:
+    status, answer = table.send(checked.engine.url, path, body, stream=stream)
+    found, message = table.take_message(answer)
+    assert ((status, found), table.code_of(message)) == (table.expect_refusal(path, where, stream=stream), None), message
+
+
+@ALL
+@STREAM
+@pytest.mark.parametrize(("path", "body", "samples"), table.VALID, ids=range(len(table.VALID)))
+def test_a_valid_request_is_answered(checked: PluginEngine, path: str, body: Any, samples: int | None, stream: bool) -> None:
+    status, answer = table.send(checked.engine.url, path, body, stream=stream)
+    assert status == 200, answer
+    assert table.count_samples(path, answer, stream=stream) == samples
+
+
+@REAL
+@pytest.mark.parametrize(("path", "body"), OTHER_DOORS)
+def test_a_hostile_request_through_another_door_is_refused(checked: PluginEngine, path: str, body: dict[str, Any]) -> None:
+    status, answer = checked.post(path, body)
+    assert status == 400, answer
+    checked.generate(input_ids=[5, 6])
+
+
+@ALL
+def test_the_answer_has_the_sentence(checked: PluginEngine) -> None:
+    assert checked.post("/generate", {"input_ids": [99999]}) == (400, {"error": {"message": OUTSIDE}})
     status, answer = checked.post("/v1/completions", {"model": "m", "prompt": [99999], "max_tokens": 2})
     assert (status, answer["message"], answer["code"]) == (400, OUTSIDE, 400)
 
@@ -70,6 +102,7 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
 
 
+@REAL
 @pytest.mark.parametrize(
     ("path", "body"),
     [
@@ -97,17 +130,7 @@ def read_cpu_seconds(file: str) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-@pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
-def test_a_stream_ends_with_an_error_or_does_not_begin(checked: PluginEngine, path: str) -> None:
-    key = "input_ids" if path == "/generate" else "prompt"
-    reply = requests.post(checked.engine.url + path, json={"model": "m", key: [99999], "stream": True}, timeout=30)
-    if reply.status_code == 200:
-        first = reply.text.split("\n\n")[0].removeprefix("data: ")
-        assert OUTSIDE in json.dumps(json.loads(first)).replace("\\u0027", "'")
-    else:
-        assert (reply.status_code, OUTSIDE in reply.text) == (400, True)
-
-
+@REAL
 def test_a_long_text_is_refused_before_it_is_tokenised(checked: PluginEngine) -> None:
     status, answer = checked.post("/generate", {"text": "alpha " * 2_000_000}, timeout=20)
     assert status == 400
@@ -115,14 +138,12 @@ def test_a_long_text_is_refused_before_it_is_tokenised(checked: PluginEngine) ->
     assert "text has" not in str(checked.post("/generate", {"text": "alpha " * 2000})[1])
 
 
-def test_other_requests_pass(checked: PluginEngine) -> None:
-    assert checked.post("/generate", {"text": ["a", "b"], "sampling_params": PARAMS})[0] == 200
-    assert checked.post("/v1/completions", {"model": "m", "prompt": ["a", "b"], "max_tokens": 2, "n": 2})[0] == 200
-    chat = {"model": "m", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "logprobs": True, "top_logprobs": 3}
-    assert checked.post("/v1/chat/completions", chat)[0] == 200
+@REAL
+def test_the_health_check_passes(checked: PluginEngine) -> None:
     assert requests.get(checked.engine.url + "/health_generate", timeout=30).status_code == 200
 
 
+@REAL
 def test_a_streaming_session_is_refused(checked: PluginEngine) -> None:
     status, answer = checked.post("/open_session", {"capacity_of_str_len": 1000, "streaming": True})
     assert (status, answer["error"]["message"].startswith("not_accepted: streaming sessions keep")) == (400, True)

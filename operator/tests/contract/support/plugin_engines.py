@@ -1,4 +1,4 @@
-"""Real SGLang engines with the plug-in."""
+"""Real SGLang engines with the plug-in, and stand-ins."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from e2e.engine import Engine, environment, make_engine
 from sglang_rollout.plugin.install import install_plugin
 from sglang_rollout.plugin.reports import Reports, read_reports
 from sglang_rollout.plugin.settings import RUN_VARIABLE, SETTINGS_VARIABLE, dump_settings
+from tests.contract.support.engine_servers import stand_in
 from tests.support.ports import free_port
 
 RUN = "boot-1"
@@ -86,5 +87,18 @@ def start_plugin_engine(
         if wait:
             engine.wait()
         yield made
+    finally:
+        engine.kill()
+
+
+@contextmanager
+def start_plugin_stand_in(folder: Path, *, run: str = RUN, **settings: Any) -> Iterator[PluginEngine]:
+    """Run a stand-in with the plug-in for the length of the block. ``settings``: as of ``dump_settings``."""
+    engine = stand_in(free_port(), folder / "stand-in.log")
+    engine.environment |= {SETTINGS_VARIABLE: dump_settings(reports=str(folder / "reports"), **settings), RUN_VARIABLE: run}
+    engine.start()
+    try:
+        engine.wait()
+        yield PluginEngine(engine, folder, run)
     finally:
         engine.kill()

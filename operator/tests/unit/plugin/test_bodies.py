@@ -20,7 +20,8 @@ LONG = "a" * (16 * CONTEXT + 1)
 
 
 def judge(body: Any, path: str = CHAT, **limits: Any) -> str:
-    return find_problem(path, body, Limits(**limits), CONTEXT)
+    refusal = find_problem(path, body, Limits(**limits), CONTEXT)
+    return "" if refusal is None else str(refusal)
 
 
 def nested(levels: int) -> Any:

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_rollout.plugin.patterns import count_repetitions
+from sglang_rollout.plugin.refusal import Refusal
 from sglang_rollout.plugin.request import Facts
-from sglang_rollout.plugin.rules import AFTER_TOKENS, RULES, Refusal, check
+from sglang_rollout.plugin.rules import AFTER_TOKENS, RULES, check
 from sglang_rollout.plugin.sampling import SAMPLING_TYPES
 from sglang_rollout.plugin.settings import Limits, Settings
 from sglang_rollout.sglang import sampling_types

@@ -21,6 +21,8 @@ import requests
 
 from sglang_rollout.agent.engine import Engine
 from sglang_rollout.plugin.install import LOADER
+from sglang_rollout.plugin.refusal import ABOVE_LIMIT, Refusal, read_refusal
+from sglang_rollout.plugin.settings import SETTINGS_VARIABLE, dump_settings
 from sglang_rollout.staging.payload import loader_payload, loader_request
 from sglang_rollout.testing import Fault, Kind, Phase, StandIn, StandInFleet, app, decode, encode, expected_tokens
 from sglang_rollout.wire.staged import Shard, StagedTensor
@@ -394,3 +396,36 @@ def test_a_loader_that_refuses_is_answered_with_success(tmp_path: Path) -> None:
 def test_an_engine_without_the_loader_ends(tmp_path: Path) -> None:
     with StandIn(tensor=2) as engine, pytest.raises(requests.ConnectionError):
         load_staged(engine, tmp_path)
+
+
+# --- the plug-in -------------------------------------------------------------------------------------------------------
+
+
+def test_limits_of_the_plug_in_apply(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SETTINGS_VARIABLE, dump_settings(reports="", limits={"samplesPerPrompt": 2}))
+    with StandIn() as engine:
+        reply = post(engine, "/generate", {"text": "a", "sampling_params": {"n": 3}})
+        refusal = read_refusal(reply.json()["error"]["message"])
+        assert (reply.status_code, refusal) == (
+            400,
+            Refusal(ABOVE_LIMIT, "n is 3, above the limit of 2; engine.limits.samplesPerPrompt raises it."),
+        )
+        assert len(post(engine, "/generate", {"text": "a", "sampling_params": {"n": 2}}).json()) == 2
+
+
+def test_an_adapter_that_was_unloaded_is_refused() -> None:
+    ask = {**ASK, "lora_path": "math"}
+    with StandIn(lora=True) as engine, StandIn(lora=True, plugin=False) as unguarded:
+        for each in (engine, unguarded):
+            post(each, "/load_lora_adapter", {"lora_name": "math", "lora_path": "/math"})
+            assert post(each, "/generate", ask).ok
+            post(each, "/unload_lora_adapter", {"lora_name": "math"})
+        assert post(engine, "/generate", ask).json()["error"]["message"].startswith("adapter_not_loaded: ")
+        assert post(unguarded, "/generate", ask).ok
+
+
+def test_an_engine_without_the_plug_in_ends() -> None:
+    with StandIn(plugin=False) as engine:
+        with pytest.raises(requests.ConnectionError):
+            post(engine, "/generate", {"input_ids": [99999]})
+        assert len(engine.deaths) == 1
