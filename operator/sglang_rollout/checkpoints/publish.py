@@ -56,9 +56,10 @@ def lock_directory(directory: Path) -> Iterator[None]:
         OSError: The directory cannot be written.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    with (directory / _LOCK).open("a") as file:
+    with ExitStack() as stack:
+        file = stack.enter_context((directory / _LOCK).open("a"))
         try:
-            flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            stack.enter_context(flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB))
         except BlockingIOError:
             raise DirectoryInUseError(f"Another process writes snapshots into {directory}.") from None
         yield
@@ -140,7 +141,7 @@ def remove_snapshot(folder: Path) -> bool:
             manifest = stack.enter_context((folder / MANIFEST).open("rb"))
             try:
                 # Held until the folder is renamed, so that a new reader sees that the snapshot is gone.
-                flock(manifest.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+                stack.enter_context(flock(manifest.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB))
             except BlockingIOError:
                 return False
         folder.rename(hidden)

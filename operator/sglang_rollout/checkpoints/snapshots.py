@@ -139,16 +139,19 @@ def lock_snapshot(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise ProblemsError([f"The snapshot {folder} is gone: {error.strerror}."]) from None
     try:
-        flock(descriptor, fcntl.LOCK_SH)
-        if not (folder / MANIFEST).exists():  # renamed between opening and locking
-            raise ProblemsError([f"The snapshot {folder} is gone: a writer has just removed it."])
-        yield
+        with flock(descriptor, fcntl.LOCK_SH):
+            if not (folder / MANIFEST).exists():  # renamed between opening and locking
+                raise ProblemsError([f"The snapshot {folder} is gone: a writer has just removed it."])
+            yield
     finally:
         os.close(descriptor)
 
 
-def flock(descriptor: int, kind: int) -> None:
-    """Lock an open file with ``flock``. Do nothing on a file system without locks.
+@contextmanager
+def flock(descriptor: int, kind: int) -> Iterator[None]:
+    """Lock an open file with ``flock`` inside the block. Do nothing on a file system without locks.
+
+    Closing the file does not release the lock while a forked child has a copy of the descriptor.
 
     Raises:
         BlockingIOError: ``kind`` has ``LOCK_NB``, and another process holds the lock.
@@ -158,7 +161,12 @@ def flock(descriptor: int, kind: int) -> None:
     except BlockingIOError:
         raise
     except OSError:
+        yield
         return
+    try:
+        yield
+    finally:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
 def _read_digest(path: Path, check_cancelled: CancelCheck) -> tuple[int, str]:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import ssl
 import threading
@@ -27,6 +28,7 @@ from urllib3.util.retry import Retry
 
 from sglang_rollout.trainer.credentials import Credentials
 from sglang_rollout.trainer.errors import FleetError, FleetRefused, FleetUnreachable, FleetUntrusted
+from sglang_rollout.trainer.forks import keep_forever, renew_after_fork
 from sglang_rollout.wire.reasons import end_sentence
 
 P = ParamSpec("P")
@@ -93,6 +95,14 @@ class Http:
         self._lock = threading.Lock()
         self._sessions: list[CancellableSession] = []
         self._idle: list[CancellableSession] = []
+        renew_after_fork(self)
+
+    def renew(self) -> None:
+        """Close the connections of the parent process in this forked child, and begin without any."""
+        for session in self._sessions:
+            session.close_copies()
+        keep_forever(self._sessions)
+        self._lock, self._sessions, self._idle = threading.Lock(), [], []
 
     def without_retries(self) -> Http:
         """Return a client of the same URL that makes each call once."""
@@ -300,6 +310,13 @@ class CancellableSession(requests.Session):
         """Make the session usable after ``cancel``."""
         with self._lock:
             self._cancelled = False
+
+    def close_copies(self) -> None:
+        """Close the sockets in a forked child. The connections of its parent stay open."""
+        for each in list(self._sockets):
+            descriptor = socket.socket.detach(each)  # takes no lock, which a thread of the parent may have held
+            if descriptor >= 0:
+                os.close(descriptor)
 
     def _check_cancelled(self) -> None:
         if self._cancelled:

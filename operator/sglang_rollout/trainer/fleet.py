@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, get_args
+from typing import TYPE_CHECKING, NoReturn, Self, get_args
 
 from pydantic import ValidationError
 
@@ -424,6 +424,9 @@ class Fleet:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("A Fleet belongs to one process and cannot be copied. Call connect() in the other process.")
 
     def _current_group(self) -> ProcessGroup:
         try:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.trainer.calls import Deadline, Http, run_in_background
 from sglang_rollout.trainer.errors import FleetError, FleetRefused, FleetUnreachable, GroupFailed
+from sglang_rollout.trainer.forks import keep_forever, renew_after_fork
 from sglang_rollout.trainer.push import OTHER_SIDE_SECONDS
 from sglang_rollout.wire.ports import FLEET_LEASE
 from sglang_rollout.wire.trainer import FleetDocument
@@ -63,6 +64,12 @@ class GroupControl:
         """Options of the next process group."""
         self.group: ProcessGroup | None = None
         """The open process group."""
+        renew_after_fork(self)
+
+    def renew(self) -> None:
+        """Forget the process group of the parent process in this forked child. The heartbeat's thread exists in the parent only."""
+        keep_forever((self.group, self._heartbeat))
+        self.group = self._heartbeat = None
 
     def current(self) -> ProcessGroup:
         """Return the open process group if it fits the fleet's current epoch, else a new one. Raises GroupFailed."""

@@ -37,6 +37,7 @@ from sglang_rollout.checkpoints.snapshots import FileEntry, Manifest, Snapshot
 from sglang_rollout.trainer.arguments import require
 from sglang_rollout.trainer.calls import Deadline, run_in_background
 from sglang_rollout.trainer.errors import SnapshotFailed
+from sglang_rollout.trainer.forks import renew_after_fork
 from sglang_rollout.trainer.tensors import TensorSpec
 from sglang_rollout.wire.arguments import find_count_problem, find_seconds_problem
 from sglang_rollout.wire.states import Version
@@ -93,6 +94,11 @@ class Snapshots:
         self.deadline = deadline
         self._pushes = 0
         self._running: Future[Snapshot] | None = None
+        renew_after_fork(self)
+
+    def renew(self) -> None:
+        """Forget the snapshot that the parent process writes, because its thread does not exist in this forked child."""
+        self._running = None
 
     def wait(self, timeout: float | None = None) -> Snapshot | None:
         """Wait for the newest snapshot to be written, and return it; None if no snapshot was begun.

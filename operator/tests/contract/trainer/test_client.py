@@ -130,6 +130,15 @@ def test_closing_a_group_does_not_wait_for_an_unreachable_peer() -> None:
     assert engine_python(str(TRAINERS / "silent_peer.py"), seconds=120).split() == ["running"]
 
 
+def test_workers_of_a_data_loader_leave_the_trainer_its_connections_and_its_process_group() -> None:
+    try:
+        environment.python(make=False)
+    except LabError as error:
+        pytest.skip(str(error))
+    seen = json.loads(engine_python(str(TRAINERS / "forks.py"), seconds=120))
+    assert seen == {"strange": [], "closed": "ended with 0", "destroyed": 0, "received": True}
+
+
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long)])
 def test_the_reward_of_the_example_rises_only_with_pushes(url: str, tmp_path: Path, seed: int) -> None:
     def final_reward(*more: str) -> float:
