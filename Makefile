@@ -74,7 +74,7 @@ test-all: ## make test, then test-long, test-newest, test-neighbours and the fau
 	@$(MAKE) --no-print-directory test-long test-newest test-neighbours chaos chaos-real chaos-cluster
 
 test-long: venv engine-venv ## Tests that need minutes on a busy machine, most with a real SGLang (3 minutes)
-	@$(BIN)/pytest -q operator/tests -m long
+	@$(BIN)/pytest -q operator/tests e2e/tests -m long
 
 test-newest: export KUBERNETES_VERSION := 1.37
 test-newest: venv ## Integration tests with the newest Kubernetes and Helm 4 (first build: 15 minutes)
@@ -122,7 +122,7 @@ docs: $(DOCS_VENV)/.done ## Build the documentation in docs/_build; a warning or
 	@echo "docs/_build/index.html"
 
 # --- cluster and demo --------------------------------------------------------------------------------------------------
-.PHONY: cluster-up cluster-status cluster-down images kind-load demo clean
+.PHONY: cluster-up cluster-status cluster-down images push kind-load demo clean
 cluster-up: venv ## Start a Kubernetes cluster with the project's images
 	@$(LAB) up --nodes $(NODES)
 	@if [ $(CLUSTER) = lab ]; then $(BIN)/python -m e2e.images build | $(LAB) load; fi
@@ -133,6 +133,8 @@ cluster-down: venv ## Remove the lab cluster
 	@$(LAB) down
 images: venv ## Build the images with docker or buildah (cached)
 	@$(BIN)/python -m e2e.images build
+push: venv ## Push the images and the chart to a registry, and print how to install them (REGISTRY=registry.example.org/rollout)
+	@$(BIN)/python -m e2e.images push $(REGISTRY)
 kind-load: venv ## Build the images and load them into a kind cluster (KIND_CLUSTER)
 	@command -v kind > /dev/null || { echo "kind is not on PATH: https://kind.sigs.k8s.io"; exit 1; }
 	@CLUSTER=none $(BIN)/python -m e2e.images build | while read -r _ archive _; do kind load image-archive --name $(KIND_CLUSTER) "$$archive"; done

@@ -16,7 +16,9 @@ from typing import Any
 import yaml
 
 from e2e.cluster.say import LabError, say, step
-from e2e.kube import ROOT, Kubectl, Refused, condition, eventually, install_operator
+from e2e.images.catalog import LOCAL, Place
+from e2e.images.push import helm_command, publish, use_images
+from e2e.kube import ROOT, Kubectl, Refused, condition, eventually, install_operator, run_helm
 
 OUT = ROOT / "out"
 DEMO = Kubectl("default")
@@ -27,19 +29,19 @@ def ready() -> bool:
     return condition(DEMO.get("sglr", "demo"), "Ready")["status"] == "True"
 
 
-def job(name: str, *arguments: str) -> dict[str, Any]:
+def job(name: str, *arguments: str, images: Place = LOCAL) -> dict[str, Any]:
     """Return the example trainer's Job with another name and more arguments."""
-    document: dict[str, Any] = yaml.safe_load((ROOT / "examples/trainer/job.yaml").read_text())
+    document: dict[str, Any] = yaml.safe_load(use_images((ROOT / "examples/trainer/job.yaml").read_text(), images))
     document["metadata"]["name"] = name
     container = document["spec"]["template"]["spec"]["containers"][0]
     container["args"] = [*container.get("args", []), *arguments]
     return document
 
 
-def train(name: str, *arguments: str, seconds: float = 300) -> dict[str, Any]:
+def train(name: str, *arguments: str, seconds: float = 300, images: Place = LOCAL) -> dict[str, Any]:
     """Run a trainer Job to its end, show its output, and return its reward curve."""
     DEMO("delete", "job", name, "--ignore-not-found", "--wait=true", timeout=90)
-    DEMO.apply(job(name, *arguments))
+    DEMO.apply(job(name, *arguments, images=images))
     eventually("the trainer's pod starts", lambda: DEMO.list("pods", f"job-name={name}")[0]["status"]["phase"] != "Pending", within=90)
     follow = subprocess.Popen(
         ["kubectl", "-n", DEMO.namespace, "logs", "-f", "-c", "trainer", f"job/{name}", "--pod-running-timeout=60s"],
@@ -72,24 +74,38 @@ def draw(out: pathlib.Path, *curves: dict[str, Any]) -> None:
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=120)
 
 
+def install() -> Place:
+    """Install the operator, and return where its images are: loaded into the cluster, or pushed to the registry REGISTRY."""
+    is_own = os.environ.get("CLUSTER") == "current"
+    if is_own and (registry := os.environ.get("REGISTRY", "")):
+        images = publish(registry)
+        with step("install the operator from the registry: helm upgrade --install"):
+            run_helm(helm_command(images))
+        return images
+    if is_own:
+        say(f"          The nodes need the images {LOCAL.reference('…')} (make kind-load). REGISTRY=… pushes them to a registry instead.")
+    with step("install the operator: helm install charts/sglang-rollout-operator"):
+        install_operator()
+    return LOCAL
+
+
 def main() -> None:
     """Run the demo on the cluster of the current environment."""
     began = time.monotonic()
     OUT.mkdir(exist_ok=True)
-    with step("install the operator: helm install charts/sglang-rollout-operator"):
-        install_operator()
+    images = install()
     trainer = DEMO("create", "configmap", "demo-trainer", f"--from-file={ROOT / 'examples/trainer'}", "--dry-run=client", "-o", "yaml")
     DEMO("apply", "-f", "-", stdin=trainer)
     with step("apply the fleet: kubectl apply -f examples/rollout-cpu.yaml"):
-        DEMO("apply", "-f", str(ROOT / "examples/rollout-cpu.yaml"))
+        DEMO("apply", "-f", "-", stdin=use_images((ROOT / "examples/rollout-cpu.yaml").read_text(), images))
     with step("two real SGLang engines load their model and become Ready"):
         eventually("the rollout is Ready", ready, within=600, every=1)
     before = DEMO("get", "sglr", "demo")
     say("          | " + before.replace("\n", "\n          | ").rstrip(" |"))
     with step("trainer that pushes no weights: its reward does not rise"):
-        flat = train("trainer-no-push", "--no-push")
+        flat = train("trainer-no-push", "--no-push", images=images)
     with step("trainer that pushes its weights through the URL after every step"):
-        pushed = train("trainer")
+        pushed = train("trainer", images=images)
     with step("draw both curves"):
         draw(OUT, pushed, flat)
     eventually("status names the last version", lambda: str(pushed["rows"][-1]["step"]) in DEMO("get", "sglr", "demo"), within=15)
@@ -100,7 +116,8 @@ def main() -> None:
         f"Inspect it:   export KUBECONFIG={os.environ.get('KUBECONFIG', '')} PATH={os.environ.get('PATH', '').split(':')[0]}:$PATH\n"
         "              kubectl describe sglr demo\n"
         "              kubectl get pods,svc\n"
-        "              kubectl port-forward svc/demo-router 30000 & curl -s localhost:30000/server_info\n"
+        "              kubectl port-forward svc/demo-router 30000    # then, in another terminal:\n"
+        "              curl -s localhost:30000/server_info\n"
         "Remove it:    make clean"
     )
 

@@ -124,7 +124,16 @@ def install_operator(*values: pathlib.Path) -> None:
         Refused: helm failed; the message quotes it.
     """
     command = ["helm", "upgrade", "--install", "sglang-rollout-operator", str(ROOT / "charts/sglang-rollout-operator"), "-n", SYSTEM]
-    command += ["--create-namespace", *(f"--values={file}" for file in (ROOT / "e2e/values.yaml", *values)), "--wait", "--timeout", "3m"]
+    run_helm([*command, "--create-namespace", *(f"--values={file}" for file in (ROOT / "e2e/values.yaml", *values)), "--wait"])
+
+
+def run_helm(command: list[str]) -> None:
+    """Run a command that installs the operator, and wait for its CRD.
+
+    Raises:
+        Refused: helm failed; the message quotes it.
+    """
+    command = [*command, "--timeout", "3m"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     if done.returncode:
         raise Refused(f"helm could not install the operator: {done.stderr.strip()}")

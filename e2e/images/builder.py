@@ -32,6 +32,10 @@ class Builder(Protocol):
         """Build ``image`` on ``base`` into ``archive``."""
         ...
 
+    def push(self, image: Image, archive: Path, reference: str, *, plain_http: bool) -> None:
+        """Push the image of ``archive`` to a registry under the name ``reference``."""
+        ...
+
 
 def run(command: Sequence[str], log: Path) -> None:
     """Run a program with its output in ``log``. A failure raises LabError with the end of the log."""
@@ -41,6 +45,11 @@ def run(command: Sequence[str], log: Path) -> None:
     if done.returncode:
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-20:])
         raise LabError(f"{command[0]} ended with code {done.returncode}; the end of {log}:\n{tail}")
+
+
+def push_log(image: Image) -> Path:
+    """Return the log of pushes of an image."""
+    return folder() / f"{image.name}-push.log"
 
 
 def _arguments(base: str) -> list[str]:
@@ -61,6 +70,13 @@ class Docker:
         log = folder() / f"{image.name}.log"
         run(["docker", "build", *_arguments(base), "-f", str(image.dockerfile), "-t", image.reference, "."], log)
         run(["docker", "save", "-o", str(archive), image.reference], log)
+
+    def push(self, image: Image, archive: Path, reference: str, *, plain_http: bool) -> None:
+        """Load, tag, push. The daemon itself decides which registries may use plain HTTP."""
+        log = push_log(image)
+        run(["docker", "load", "-q", "-i", str(archive)], log)
+        run(["docker", "tag", image.reference, reference], log)
+        run(["docker", "push", "-q", reference], log)
 
 
 @dataclass(frozen=True)
@@ -137,6 +153,12 @@ class Buildah:
         words += ["-v", f"{cache}:/root/.cache/uv"]  # a second build downloads nothing
         run(self._command(*words, "."), log)
         run(self._command("push", "--quiet", image.reference, f"docker-archive:{archive}:{image.reference}"), log)
+
+    def push(self, image: Image, archive: Path, reference: str, *, plain_http: bool) -> None:
+        """Read the archive, because the store of layers may have been cleaned since the build, and push it."""
+        log = push_log(image)
+        run(self._command("pull", "--quiet", f"docker-archive:{archive}"), log)
+        run(self._command("push", "--quiet", f"--tls-verify={str(not plain_http).lower()}", image.reference, f"docker://{reference}"), log)
 
 
 def _uv_cache() -> Path:

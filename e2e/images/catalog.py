@@ -10,7 +10,22 @@ from e2e.cluster.paths import IMAGES, REPOSITORY, cache_root, content_key, files
 BUILD_ARGUMENTS = ("TORCH_INDEX", "APT_SNAPSHOT")
 """Environment variables that become arguments of a build."""
 PREFIX = "localhost/sglang-rollout"
-TAG = "dev"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where pods find all images: a registry with a path, and one tag."""
+
+    registry: str
+    tag: str
+
+    def reference(self, name: str) -> str:
+        """Return the reference of the image with a short name, for example ``operator``."""
+        return f"{self.registry}/{name}:{self.tag}"
+
+
+LOCAL = Place(PREFIX, "dev")
+"""Images that are loaded into the cluster: the prefix ``localhost/`` means that no registry has them."""
 _PACKAGE = REPOSITORY / "operator" / "sglang_rollout"
 _LOCKS = REPOSITORY / "requirements"
 _SHARED = (REPOSITORY / ".dockerignore", _LOCKS / "uv.lock")
@@ -32,8 +47,8 @@ class Image:
 
     @property
     def reference(self) -> str:
-        """Image reference in pods. The prefix ``localhost/`` means that no registry has the image."""
-        return f"{PREFIX}/{self.name}:{TAG}"
+        """Image reference of a build on this machine."""
+        return LOCAL.reference(self.name)
 
     def key(self, base: str) -> str:
         """Return the hash of the image's content and of the base image's name.
