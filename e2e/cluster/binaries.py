@@ -89,7 +89,7 @@ def build() -> Path:
     major, minor = version.split(".")[:2]
     base = "k8s.io/component-base/version"
     stamp = f"-X {base}.gitVersion=v{version} -X {base}.gitMajor={major} -X {base}.gitMinor={minor}"
-    say(f"Building Kubernetes v{version}, etcd, CoreDNS and Helm into {where}; the first time takes 7 to 15 minutes on 2 cores")
+    say(f"Building Kubernetes v{version}, etcd, CoreDNS and Helm into {where}; the first time takes minutes")
     plan = [
         ("etcd", "go.etcd.io/etcd/server/v3", "", _DEFAULT),
         ("kube", "./cmd/kube", stamp, module),
