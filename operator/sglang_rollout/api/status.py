@@ -168,7 +168,7 @@ class WeightsStatus(ApiModel):
     skew: int = 0
     """Commits between the oldest served version and the committed one; 0 except with `versionPolicy: MaxStaleness`."""
     stale: int = 0
-    """Engines that are up without the committed version."""
+    """Engines that are up without the committed version, except those in an open update or asleep for the trainer."""
     process_group_failure: ProcessGroupFailure | None = None
     """Why the last call to open a process group was refused or failed; absent if it was not."""
     last_update: LastUpdate | None = None
@@ -245,11 +245,11 @@ class RolloutStatus(ApiModel):
     replicas: int = 0
     """Engines that exist."""
     ready_replicas: int = 0
-    """Engines that serve the committed weights."""
+    """Engines that serve the committed weights, also while a weight update or the trainer's use of their memory interrupts them."""
     updated_replicas: int = 0
     """Engines whose pods were created from the current spec."""
     ready: str = Field(default="", max_length=32)
-    """Serving and wanted engines, such as `2/2`."""
+    """`readyReplicas` and the wanted engines, such as `2/2`."""
     base: int | None = None
     """Engines of the base; absent without `spec.elastic`."""
     selector: str = Field(default="", max_length=512)
@@ -290,17 +290,18 @@ class ConditionType(StrEnum):
     """Types of conditions."""
 
     READY = "Ready"
-    """All wanted engines, or those of the base, were created from the current spec and serve the committed weights."""
+    """All wanted engines, or those of the base, were created from the current spec and serve the committed weights. It stays true during
+    a training step: a weight update, or a sleep for the trainer."""
     AVAILABLE = "Available"
-    """At least one engine serves."""
+    """At least one engine serves. It stays true during a training step."""
     PROGRESSING = "Progressing"
-    """The fleet does not match the spec yet."""
+    """The fleet does not match the spec yet, or a weight update is open."""
     ROUTER_READY = "RouterReady"
     """The router pod runs, so that the URL accepts weights and serves the discovery document."""
     STORE_READY = "StoreReady"
     """The weight store runs and has the committed version, if a version came through it. Only with `weights.transport: Staged`."""
     WEIGHTS_CONSISTENT = "WeightsConsistent"
-    """All engines hold the committed version."""
+    """All engines that no open update has reached hold the committed version."""
     WAITING_FOR_WEIGHTS = "WaitingForWeights"
     """An engine is up but does not serve, because it does not hold the committed version."""
     NETWORK_ISOLATED = "NetworkIsolated"

@@ -25,6 +25,8 @@ _GATE_VERDICTS: Mapping[GateReason, tuple[EnginePhase, Reason]] = {
     GateReason.PLUGIN_MISSING: (EnginePhase.FAILED, Reason.PLUGIN_MISSING),
 }
 """Phase and reason of an engine whose agent or coordinator gives one of these codes. Other codes do not decide by themselves."""
+_OPENS_SOON = frozenset({GateReason.NOT_COMMITTED, GateReason.UPDATE_IN_PROGRESS, GateReason.GATE_NOT_READY})
+"""Codes of an engine that holds the committed version: its agent has not heard of the commit yet, or haproxy is opening the gate."""
 _TROUBLE_REASONS = {
     TroubleKind.IMAGE: Reason.IMAGE_PULL_FAILED,
     TroubleKind.CRASH: Reason.ENGINE_CRASHED,
@@ -55,6 +57,16 @@ class EngineReport:
     """Row of ``status.engines``."""
     reason: Reason | None
     """Reason that the engine adds to the condition ``Ready``; None if it serves or is being removed."""
+
+    @property
+    def is_updating(self) -> bool:
+        """True if a weight update keeps the engine from serving."""
+        return self.reason is Reason.UPDATING_WEIGHTS
+
+    @property
+    def is_asleep(self) -> bool:
+        """True if the engine is up and released memory keeps it from serving."""
+        return self.reason is Reason.ASLEEP
 
     @property
     def sentence(self) -> str:
@@ -210,8 +222,7 @@ def _judge_interruption(fleet: FleetView, engine: EngineView, row: EngineRow) ->
     """Return the verdict on an engine that serves again without help; None if it needs weights."""
     if row.reason in (GateReason.CATCHING_UP, GateReason.PLUGIN_MISSING):
         return Verdict(*_GATE_VERDICTS[row.reason], row.message)
-    if engine.holds_committed and row.reason in {GateReason.NOT_COMMITTED, GateReason.UPDATE_IN_PROGRESS}:
-        # The agent sent this code before it heard of the commit.
+    if engine.holds_committed and row.reason in _OPENS_SOON:
         message = "it holds the version that was just committed; its gate is opening."
         return Verdict(EnginePhase.UPDATING, Reason.UPDATING_WEIGHTS, message)
     if row.reason is GateReason.UPDATE_IN_PROGRESS or _has_loaded_early(fleet, row):

@@ -23,10 +23,11 @@ from sglang_rollout.api.status import (
     WeightsStatus,
     conditions,
 )
-from sglang_rollout.controller.decide.conditions import FleetSummary, describe_invalid_spec, evaluate_conditions
+from sglang_rollout.controller.decide.conditions import describe_invalid_spec, evaluate_conditions
 from sglang_rollout.controller.decide.engine_status import EngineReport, format_version, report_engines
 from sglang_rollout.controller.decide.node_avoidance import decide_avoidance
 from sglang_rollout.controller.decide.plan import Failure
+from sglang_rollout.controller.decide.summary import FleetSummary
 from sglang_rollout.controller.decide.view import FleetView, holds_committed
 from sglang_rollout.controller.render import names
 from sglang_rollout.wire.ports import FLEET
@@ -56,14 +57,14 @@ def build_status(fleet: FleetView, now: str, failure: Failure | None = None) -> 
         RolloutStatus(
             observed_generation=generation,
             replicas=len(fleet.existing),
-            ready_replicas=summary.serving_count,
+            ready_replicas=summary.working_count,
             updated_replicas=sum(report.status.updated for report in summary.wanted),
-            ready=f"{summary.serving_count}/{rollout.spec.engines}",
+            ready=f"{summary.working_count}/{rollout.spec.engines}",
             base=rollout.spec.base if rollout.spec.elastic else None,
             selector=names.selector_string(fleet.name, pods=rollout.spec.engine.pods),
             conditions=conditions(evaluate_conditions(summary), previous, generation=generation, now=now),
             engines=_select_rows(reports),
-            weights=_build_weights(fleet),
+            weights=_build_weights(summary),
             adapters=_build_adapters(fleet),
             avoided_nodes=list(nodes.nodes) or None,
             node_failures=list(nodes.failures) or None,
@@ -87,10 +88,11 @@ def _select_rows(reports: Sequence[EngineReport]) -> list[EngineStatus]:
     return rows[:MAX_ENGINE_ROWS]
 
 
-def _build_weights(fleet: FleetView) -> WeightsStatus | None:
-    record = fleet.record
+def _build_weights(summary: FleetSummary) -> WeightsStatus | None:
+    record = summary.fleet.record
     if record is None:
         return None
+    stepping = {report.engine.name for report in summary.stepping}
     last, failure = record.last_update, record.group_failure
     serving = sorted({(row.version.run, row.version.step): row.version for row in record.engines if row.gate_open and row.version}.items())
     return WeightsStatus(
@@ -103,7 +105,7 @@ def _build_weights(fleet: FleetView) -> WeightsStatus | None:
         oldest_serving=format_version(serving[0][1]) if serving else None,
         newest_serving=format_version(serving[-1][1]) if serving else None,
         skew=_count_newer(record, serving[0][1]) if serving else 0,
-        stale=sum(row.boot_id is not None and not holds_committed(record, row) for row in record.engines),
+        stale=sum(row.boot_id is not None and row.name not in stepping and not holds_committed(record, row) for row in record.engines),
         process_group_failure=ProcessGroupFailure(reason=failure.code, message=failure.message) if failure is not None else None,
         last_update=_build_last_update(last) if last is not None else None,
         recent_updates=[_build_recent_update(update) for update in record.recent_updates] or None,

@@ -21,11 +21,8 @@ _SPEC_STATE_MESSAGES: Mapping[str, str] = {
 every training step has such a sleep."""
 _RETURNS_BY_ITSELF = frozenset({EnginePhase.UPDATING, EnginePhase.PAUSED, EnginePhase.ASLEEP})
 """Phases of an engine that serves again without help."""
-_UNCHANGED_BY_STEPS = (
-    *(ConditionType.PROGRESSING, ConditionType.ROUTER_READY, ConditionType.STORE_READY),
-    *(ConditionType.WAITING_FOR_WEIGHTS, ConditionType.DEGRADED),
-)
-"""Conditions that a training step without incidents does not change."""
+_STEP_REASONS = frozenset({Reason.UPDATING_WEIGHTS, Reason.ASLEEP_FOR_TRAINER})
+"""Reasons of a true ``Ready`` during a training step. Neither their begin nor their end gets an Event."""
 _REPORTED_REASONS = frozenset(
     {
         Reason.NOT_ALLOWED,
@@ -231,7 +228,8 @@ def _ready_events(old: Status, new: Status) -> Iterator[EventToPost]:
     if is_same or reason == Reason.ASLEEP_FOR_TRAINER:
         return
     if after.get("status") == "True":
-        if not _only_stepped(old):
+        has_stepped = before.get("status") == "True" and not _STEP_REASONS.isdisjoint((before.get("reason"), reason))
+        if not has_stepped:
             yield EventToPost("Normal", "Ready", str(after.get("message")), "Ready")
     elif reason in _SPEC_STATE_MESSAGES:
         yield EventToPost("Normal", reason, _SPEC_STATE_MESSAGES[reason], reason)
@@ -241,14 +239,3 @@ def _ready_events(old: Status, new: Status) -> Iterator[EventToPost]:
         is_starting = reason in {Reason.ROUTER_NOT_READY, Reason.STORE_NOT_READY} and before.get("status") == "False"
         is_expected = is_starting and find(new, ConditionType.DEGRADED).get("reason") != reason  # it needs no person
         yield EventToPost("Normal" if is_expected else "Warning", reason, str(after.get("message")), f"NotReady/{reason}")
-
-
-def _only_stepped(status: Status) -> bool:
-    """Return True if only a training step kept the fleet from being Ready: a weight update, or a sleep for the trainer.
-
-    An update also recovers engines that were lost before it. Then another condition has changed since.
-    """
-    ready = find(status, ConditionType.READY)
-    if ready.get("reason") not in {Reason.UPDATING_WEIGHTS, Reason.ASLEEP_FOR_TRAINER}:
-        return False
-    return all(find(status, kind).get("lastTransitionTime", "") < ready["lastTransitionTime"] for kind in _UNCHANGED_BY_STEPS)

@@ -10,18 +10,22 @@ from sglang_rollout.api.status import Reason
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.controller.decide.plan import Failure
 from sglang_rollout.controller.decide.status import build_status
+from sglang_rollout.controller.decide.transitions import find_events
 from sglang_rollout.controller.decide.view import FleetView, build_fleet_view
 from sglang_rollout.controller.render.hashing import revision
+from sglang_rollout.wire.reasons import GateReason, Refusal
 from sglang_rollout.wire.record import (
     MAX_RECENT_CHARACTERS,
     MAX_RECENT_UPDATES,
     AdapterRow,
     EndedUpdate,
+    EngineRow,
     GroupRow,
+    Record,
     UpdateOutcome,
     UpdateReason,
 )
-from sglang_rollout.wire.states import BASE, EngineState
+from sglang_rollout.wire.states import BASE, EngineState, Version
 from tests.unit.controller.support.worlds import (
     NOW,
     V1,
@@ -30,6 +34,7 @@ from tests.unit.controller.support.worlds import (
     condition,
     cr,
     crashed,
+    opening,
     partial,
     pod,
     ready,
@@ -256,15 +261,66 @@ def test_engine_with_part_of_an_update_has_diverged() -> None:
     assert "timeout" in degraded["message"]
 
 
-def test_update_in_progress_does_not_degrade() -> None:
-    updating = world([pod(0), pod(1)], written=record(under_way(0), under_way(1), committed=V1))
-    status, reason, message = ready(updating)
-    assert (status, reason) == ("False", "UpdatingWeights")
-    assert "in progress" in message
-    said = status_of(updating)
-    assert {engine["phase"] for engine in said["engines"]} == {"Updating"}
-    assert condition(said, "WeightsConsistent")["reason"] == "UpdatingWeights"
-    assert condition(said, "Degraded")["status"] == "False"
+STEADY = ("Ready", "Available", "RouterReady", "WeightsConsistent", "WaitingForWeights", "Degraded")
+"""Conditions that a training step without incidents leaves as they are."""
+
+
+def serving_status() -> Object:
+    return status_of(world([pod(0), pod(1)], written=record(row(0, V1), row(1, V1), committed=V1)))
+
+
+def closed(index: int, version: Version, code: GateReason) -> EngineRow:
+    return row(index, version, gate=False, closed=Refusal(code, "m"))
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        record(under_way(0), under_way(1), committed=V1),
+        record(row(0, V1), under_way(1), committed=V1),
+        record(opening(0, V2), opening(1, V2), committed=V2),
+        record(closed(0, V2, GateReason.GATE_NOT_READY), row(1, V2), committed=V2),
+        record(opening(0, V2), row(1, V1), committed=V1).model_copy(update={"under_way": V2}),
+    ],
+    ids=["all-engines", "one-engine", "just-committed", "gate-opens", "canary"],
+)
+def test_fleet_stays_ready_during_a_weight_update(written: Record) -> None:
+    before = serving_status()
+    during = status_of(world([pod(0), pod(1)], written=written, custom=cr(status=before)))
+    assert (during["ready"], during["readyReplicas"], during["weights"]["stale"]) == ("2/2", 2, 0)
+    for kind in STEADY:
+        assert condition(during, kind)["status"] == condition(before, kind)["status"], condition(during, kind)
+    assert condition(during, "Ready")["reason"] == "UpdatingWeights"
+    progressing = condition(during, "Progressing")
+    assert (progressing["status"], progressing["reason"]) == ("True", "UpdatingWeights")
+    assert "Updating" in {engine["phase"] for engine in during["engines"]}
+    assert {event.reason for event in find_events(before, during)} <= {"WeightsCommitted", "NewRun"}
+
+
+def test_open_update_is_progressing_while_all_engines_serve() -> None:
+    """With transport Staged, engines generate while the version arrives."""
+    written = record(row(0, V1), row(1, V1), committed=V1).model_copy(update={"under_way": V2})
+    progressing = condition(status_of(world([pod(0), pod(1)], written=written)), "Progressing")
+    assert (progressing["status"], progressing["reason"]) == ("True", "UpdatingWeights")
+    assert "step-2" in progressing["message"]
+
+
+def test_weight_update_does_not_make_a_lost_engine_ready() -> None:
+    lost = status_of(world([pod(0), pod(1, ready=False)], written=record(row(0, V1), row(1, V1), committed=V1)))
+    updating = record(under_way(0), under_way(1), committed=V1)
+    during = status_of(world([pod(0), pod(1)], written=updating, custom=cr(status=lost)))
+    found = condition(during, "Ready")
+    assert (during["ready"], found["status"], found["reason"]) == ("1/2", "False", "UpdatingWeights")
+    assert "demo-engine-1" in found["message"]
+
+
+def test_engine_that_leaves_an_update_dirty_is_not_ready() -> None:
+    updating = record(under_way(0), under_way(1), committed=V1)
+    during = status_of(world([pod(0), pod(1)], written=updating, custom=cr(status=serving_status())))
+    dirty = row(1, None, gate=False, state=EngineState.DIRTY)
+    after = status_of(world([pod(0), pod(1)], written=record(row(0, V1), dirty, committed=V1), custom=cr(status=during)))
+    found = condition(after, "Ready")
+    assert (after["ready"], found["status"], found["reason"]) == ("1/2", "False", "WeightsDiverged")
 
 
 def test_callers_that_the_coordinator_may_not_watch_need_attention() -> None:

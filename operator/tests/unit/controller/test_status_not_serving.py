@@ -98,14 +98,19 @@ def test_fleet_asleep_for_its_trainer_is_not_degraded(mode: str, apart: bool) ->
     pods = [pod(0, current=current), pod(1, current=current)]
     seen = world(pods, written=written, custom=custom)
     message = "Asleep: the trainer uses the memory of 2 of 2 engines. It wakes them by resume_memory_occupation."
-    assert ready(seen) == ("False", "AsleepForTrainer", message)
+    assert ready(seen) == ("True", "AsleepForTrainer", message)
     status = status_of(seen)
+    assert status["ready"] == "2/2"
+    assert condition(status, "Available")["status"] == "True"
     assert [(one["phase"], one["message"]) for one in status["engines"]] == [
         ("Asleep", "the trainer uses its memory; released: kv_cache, weights.")
     ] * 2
     assert condition(status, "Degraded")["status"] == "False"
     before = status_of(world(pods, written=record(row(0), row(1)), custom=custom))
     assert find_events(before, status) == []
+    assert find_events(status, before) == []
+    down = [pods[0], pod(1, ready=False, current=current)]
+    assert ready(world(down, written=written, custom=custom))[:2] == ("False", "PodsNotReady")
 
 
 def test_other_claims_change_the_revision() -> None:
