@@ -125,11 +125,13 @@ class UpdateGivenUp:
 
 @dataclass(frozen=True, slots=True)
 class PluginChecked:
-    """The reports of the plug-in in the engine process ``boot_id`` were read. Only agents that require the plug-in say so."""
+    """The reports of the plug-in in the engine process ``boot_id`` were read."""
 
     boot_id: str
     missing: str
     """Which part of the proof is missing, as a sentence; empty if the proof is complete."""
+    updates_refused: str = ""
+    """Why SGLang refuses updates of the weights; empty if it does not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +184,7 @@ def restore_state(record: EngineRecord, *, is_readable: bool = True, requires_pl
         is_readable: False if a record exists but cannot be read.
         requires_plugin: True if the gate stays closed until the plug-in has proved that it is active.
     """
-    plugin = PluginProof() if requires_plugin else None
+    plugin = PluginProof(is_required=requires_plugin)
     if not is_readable:
         return State(record=record.model_copy(update={"unreadable": True}), plugin=plugin)
     if not record.pending and record.activation is None:
@@ -231,9 +233,9 @@ def _apply(state: State, event: Event) -> State:  # noqa: PLR0911, PLR0912 - one
             return replace(_change(state, **clean, received=0, failed=False, unverified=False), calls=state.calls + 1)
         case UpdateGivenUp():
             return _fail_update(_change(state, activation=None))
-        case PluginChecked(boot_id, missing):
-            known = state.plugin is not None and boot_id == state.record.boot_id and missing != state.plugin.missing
-            return replace(state, plugin=PluginProof(missing)) if known else state
+        case PluginChecked(boot_id, missing, updates_refused):
+            proof = replace(state.plugin, missing=missing, updates_refused=updates_refused)
+            return replace(state, plugin=proof) if boot_id == state.record.boot_id and proof != state.plugin else state
         case DrainingChanged(draining):
             return replace(state, draining=draining)
         case _:
@@ -276,7 +278,7 @@ def _apply_facts(state: State, facts: EngineFacts) -> State:
         served_name=facts.served_name,
         written=record.unreadable,
     )
-    return replace(state, record=record, up=True, facts=facts, plugin=None if state.plugin is None else PluginProof())
+    return replace(state, record=record, up=True, facts=facts, plugin=PluginProof(is_required=state.plugin.is_required))
 
 
 def _apply_label(state: State, label: str) -> State:

@@ -43,15 +43,15 @@ class PluginWatch:
         """Read the reports once, and ask the engine for a token if a part of the proof is missing."""
         agent, proof = self._agent, self._agent.state.plugin
         boot_id = agent.state.record.boot_id
-        if proof is None or proof.missing == "" or not agent.state.up or boot_id is None:
+        if proof.missing == "" or not agent.state.up or boot_id is None:
             return
         info = agent.engine.info
         reports = await asyncio.to_thread(self._reports.read, agent.engine.container_boot_id(), info)
         missing = reports.missing(count_schedulers(info) - self._count_proved_elsewhere()) or ""
-        if missing != proof.missing and agent.state.record.boot_id == boot_id:
+        if missing != proof.missing and proof.is_required and agent.state.record.boot_id == boot_id:
             log.info("%s", missing or "The plug-in is active in all processes of the engine.")
-        agent.dispatch(ev.PluginChecked(boot_id, missing))
-        if missing:
+        agent.dispatch(ev.PluginChecked(boot_id, missing, reports.updates_refused))
+        if missing and proof.is_required:
             await self._ask_for_token()
 
     async def _ask_for_token(self) -> None:

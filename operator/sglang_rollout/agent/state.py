@@ -109,6 +109,10 @@ class PluginProof:
 
     missing: str | None = None
     """Which part of the proof is missing, as a sentence; empty if the proof is complete. None: its reports have not been read yet."""
+    is_required: bool = False
+    """The gate stays closed until the proof is complete."""
+    updates_refused: str = ""
+    """Why SGLang refuses updates of the weights, in its own sentences; empty if it does not, or if nothing is known."""
 
 
 _CLOSED_BY_SPEC = {FleetState.PAUSED: GateReason.PAUSED, FleetState.ASLEEP: GateReason.ASLEEP}
@@ -131,8 +135,8 @@ class State:
     synced_seq: int = 0
     """Sequence number of that sync."""
     draining: bool = False
-    plugin: PluginProof | None = None
-    """What the plug-in in the known engine process has proved; None if the fleet does not require the plug-in."""
+    plugin: PluginProof = PluginProof()
+    """What the plug-in in the known engine process has reported."""
     calls: int = 0
     """Grows when a control call begins and when it ends, so it shows whether a poll is older than the last change."""
     facts: EngineFacts | None = None
@@ -148,7 +152,7 @@ def closed_reason(state: State) -> Refusal | None:  # noqa: PLR0911 - one line p
     record = state.record
     if not state.up:
         return Refusal(state.down.code, f"The engine is not up: {state.down.message}.")
-    if state.plugin is not None and state.plugin.missing != "":
+    if state.plugin.is_required and state.plugin.missing != "":
         return _plugin_refusal(state.facts, state.plugin.missing)
     if record.interruption.released:
         return Refusal(GateReason.RELEASED, f"The engine's memory is released: {', '.join(record.interruption.released)}.")
@@ -313,6 +317,7 @@ def status(state: State, *, name: str, gate_open: bool) -> AgentStatus:
         sglang_version=facts.sglang_version if facts else None,
         probes_port=True,
         nccl=facts.nccl if facts else None,
+        updates_refused=state.plugin.updates_refused if state.up else "",
         reason=None if closed is None else closed.code,
         message="" if closed is None else closed.message,
     )

@@ -392,6 +392,8 @@ class Reason(StrEnum):
     """The weight store runs and lacks the committed version. Engines that restart copy it from other engines; pushes are taken."""
     SNAPSHOT_FAILED = "SnapshotFailed"
     """The weight store could not write its newest snapshot (`weights.store.snapshots`). The fleet serves and takes weights."""
+    UPDATES_REFUSED = "UpdatesRefused"
+    """SGLang refuses every update of the weights in an engine, because of how the engine was started."""
     UPDATING = "Updating"
     """A rolling update of the engines' pods is running."""
     SCALING = "Scaling"

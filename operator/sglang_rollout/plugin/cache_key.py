@@ -16,6 +16,7 @@ from .names import find_names
 from .process import Hook, find_place, identify_process, report, run, settings
 from .refusal import NOT_ACCEPTED, Refusal
 from .reports import CACHE_KEY, NAMES, scheduler_file
+from .updates import find_refusal
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +87,8 @@ def report_scheduler(scheduler: Any) -> None:
         hooks = [*([CACHE_KEY] if settings().cache_key else []), *([NAMES] if found.seen else [])]
         content = {"rank": _rank(), "dp": place.dp, "pp": place.pp, "tp": place.tp, "hooks": hooks}
         names = {"names": found.file or None, "unchecked": found.unchecked}
-        report(scheduler_file(place.label), {**identify_process(scheduler.server_args), **content, **names})
+        updates = {"updates_refused": find_refusal(scheduler)}
+        report(scheduler_file(place.label), {**identify_process(scheduler.server_args), **content, **names, **updates})
     except Exception:
         log.exception("The report of this scheduler cannot be written, so the plug-in proves nothing.")
 

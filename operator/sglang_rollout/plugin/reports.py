@@ -28,7 +28,8 @@ _LARGEST_NAMES = 128 * 2**20
 """Bytes of a list of names. A checkpoint of 100,000 tensors needs about 10 MB."""
 _MOST_FILES = 4096
 _MOST_TENSORS = 1_000_000
-_LONGEST_TEXT = 1024
+LONGEST_TEXT = 1024
+"""Characters of a text or a name in a report."""
 
 CACHE_KEY, NAMES = "cache_key", "names"
 """Hooks in a scheduler, as its report lists them."""
@@ -86,6 +87,8 @@ class SchedulerReport:
     """File with the tensors of the checkpoint; empty if there is none."""
     unchecked: str
     """Why there is no such file: a clause that names the loader; empty if there is one."""
+    updates_refused: str = ""
+    """Why SGLang refuses updates of the weights, in its own sentences; empty if it does not."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +138,11 @@ class Reports:
             if cache_key and CACHE_KEY not in one.hooks:
                 return f"The scheduler {process_label(one.dp, one.pp, one.tp)} of SGLang {one.release} sets no cache key of the version."
         return None
+
+    @property
+    def updates_refused(self) -> str:
+        """Why SGLang refuses updates of the weights, in its own sentences; empty if it does not. Its ranks agree."""
+        return next(filter(None, (one.updates_refused for one in self.schedulers)), "")
 
     def names(self) -> NamesReport:
         """Return the tensors that any scheduler of this pod read at its start. Reads files: 10 MB for 100,000 tensors."""
@@ -221,7 +229,7 @@ def _text(found: Mapping[str, Any], key: str) -> str:
     value = found.get(key)
     if value is None:
         return ""
-    if not isinstance(value, str) or len(value) > _LONGEST_TEXT or not value.isprintable():
+    if not isinstance(value, str) or len(value) > LONGEST_TEXT or not value.isprintable():
         raise _WrongReport(f"{key} is no short text")
     return value
 
@@ -244,7 +252,10 @@ def _scheduler_report(found: Mapping[str, Any]) -> SchedulerReport:
     if names and (not names.startswith(_NAMES) or "/" in names):
         raise _WrongReport(f"names is not the name of a file that begins with {_NAMES}")
     numbers = {key: _number(found, key) for key in ("pid", "rank", "dp", "pp", "tp", "port", "seed")}
-    return SchedulerReport(release=_text(found, "release"), hooks=tuple(hooks), names=names, unchecked=_text(found, "unchecked"), **numbers)
+    return SchedulerReport(
+        release=_text(found, "release"), hooks=tuple(hooks), names=names, unchecked=_text(found, "unchecked"),
+        updates_refused=_text(found, "updates_refused"), **numbers,
+    )  # fmt: skip
 
 
 def _unite(folder: Path, files: set[str]) -> NamesReport:
@@ -277,7 +288,7 @@ def _tensors(content: Mapping[str, Any]) -> Iterator[Tensor]:
         raise _WrongReport("tensors is no list, or too long")
     for row in rows:
         match row:
-            case [str(name), list(shape), str(dtype)] if len(name) <= _LONGEST_TEXT and len(shape) <= 16 and len(dtype) <= 64:
+            case [str(name), list(shape), str(dtype)] if len(name) <= LONGEST_TEXT and len(shape) <= 16 and len(dtype) <= 64:
                 if not all(type(size) is int and size >= 0 for size in shape):
                     raise _WrongReport("tensors has a row with a wrong shape")
                 yield Tensor(name, tuple(shape), dtype)

@@ -33,6 +33,7 @@ from sglang_rollout.testing.updates import load_groups
 @click.option("--lora", is_flag=True, help="Accept adapters, as with --enable-lora.")
 @click.option("--memory-saver", is_flag=True, help="Lose released weights, as with SGLang's --enable-memory-saver.")
 @click.option("--no-plugin", "plugin", is_flag=True, flag_value=False, default=True, help="Imitate SGLang without the plug-in.")
+@click.option("--updates-refused", default="", metavar="REASON", help="Refuse updates of the weights with this reason, and report it.")
 @click.option("--weights-backup", is_flag=True, help="With --memory-saver: restore released weights, as with --enable-weights-cpu-backup.")
 @click.option("--fault", "faults", multiple=True, metavar="KIND:PHASE[:TIMES]", help="Fault that every engine starts with; repeatable.")
 @click.option("--hits", type=click.Path(path_type=Path), help="File that gets a line of JSON for each fault that hits.")

@@ -106,6 +106,8 @@ class Setup:
     """Adapters can be loaded."""
     plugin: bool = True
     """The plug-in is active: the stand-in writes its reports, if the environment names a folder for them."""
+    updates_refused: str = ""
+    """Why updates of the weights are refused, as by an SGLang that has derived data from them; empty: they are not."""
     weights_backup: bool = False
     """Restored weights are unchanged, as with --enable-weights-cpu-backup."""
 

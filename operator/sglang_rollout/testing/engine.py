@@ -50,6 +50,7 @@ class StandIn:
         memory_saver: True to lose released weights, unless ``weights_backup`` is true.
         weights_backup: True to restore released weights.
         plugin: False imitates SGLang without the plug-in.
+        updates_refused: Why SGLang refuses updates of the weights, for example because kernels hold data that it has derived from them.
         on_death: Called with the reason when the engine dies where SGLang would. It runs in the engine's event loop, so it must not call
             the engine.
         loop: Event loop that several engines share.
@@ -76,6 +77,7 @@ class StandIn:
         memory_saver: bool = False,
         weights_backup: bool = False,
         plugin: bool = True,
+        updates_refused: str = "",
         on_death: Callable[[str], None] | None = None,
         loop: Loop | None = None,
     ) -> None:
@@ -97,6 +99,7 @@ class StandIn:
             memory_saver=memory_saver,
             weights_backup=weights_backup,
             plugin=plugin,
+            updates_refused=updates_refused,
         )
         self.host, self.port = host, port
         self.faults = Faults()

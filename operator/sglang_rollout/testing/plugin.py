@@ -67,5 +67,6 @@ def report_plugin(boot: Boot) -> None:
         names = {"load_format": "auto", "model": "StandIn", "tensors": rows, "complete": True, "tied": False}
         write_report(folder, names_file(label), names)
         place = {"rank": pp * sizes[2] + tp, "dp": dp, "pp": pp, "tp": tp, "hooks": [CACHE_KEY, NAMES]}
-        write_report(folder, scheduler_file(label), {**common, **place, "names": names_file(label), "unchecked": ""})
+        rest = {"names": names_file(label), "unchecked": "", "updates_refused": boot.setup.updates_refused}
+        write_report(folder, scheduler_file(label), {**common, **place, **rest})
     write_report(folder, REQUESTS_FILE, common)

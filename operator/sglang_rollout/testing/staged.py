@@ -56,6 +56,8 @@ async def _load(boot: Boot, body: Mapping[str, Any]) -> tuple[bool, str, str | N
     form, payloads = body.get("load_format"), body["serialized_named_tensors"]
     if boot.setup.sessions and not boot.session:
         return False, "update_weights_from_tensor must run between begin_weight_update() and end_weight_update()", None
+    if boot.setup.updates_refused:
+        return False, boot.setup.updates_refused, None
     if form in _HANDLES:
         return False, "A stand-in receives no handles of tensors.", None
     if form not in boot.setup.loaders or len(payloads) < boot.setup.tensor_size:

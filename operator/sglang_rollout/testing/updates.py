@@ -136,6 +136,8 @@ async def from_disk(boot: Boot, body: Mapping[str, Any]) -> Outcome:
         boot.abort(None)
     path = str(body["model_path"])
     async with boot.exclusive():
+        if boot.setup.updates_refused:
+            return False, boot.setup.updates_refused
         effects = await boot.reach(Phase.DISK)
         try:
             tensors = await in_thread(lambda: read_folder(Path(path)))
@@ -174,6 +176,8 @@ async def _receive_and_write(boot: Boot, body: Mapping[str, Any]) -> tuple[bool,
         tensors = await _received(boot, body, described)
     except (Refused, RuntimeError) as error:
         return False, f"Failed to receive weights: {error}", None
+    if boot.setup.updates_refused:
+        return False, boot.setup.updates_refused, None  # as SGLang, which has received the tensors then
     effects = await boot.reach(Phase.RECEIVED)
     label = reported_label(effects, body.get("weight_version"))
     try:

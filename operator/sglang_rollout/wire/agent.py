@@ -62,6 +62,8 @@ class AgentStatus(Message):
     """Versions in the memory of the pod (transport Staged), oldest first; without ``digest`` while they arrive."""
     nccl: Nccl | None = None
     """NCCL of the engine's container; None: not known."""
+    updates_refused: str = ""
+    """Why SGLang refuses updates of the weights, in its own sentences; empty if it does not, or if nothing is known."""
     reason: GateReason | None = None
     """Why the gate is closed; None while it is open."""
     message: str = ""

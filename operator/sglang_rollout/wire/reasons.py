@@ -80,6 +80,8 @@ class RefusalCode(StrEnum):
     """The engine or the fleet is in a state that forbids the call."""
     BASE_MISSING = "BaseMissing"
     """A delta upload names a base that is not the committed version, or that the weight store lacks: upload all pieces whole."""
+    UPDATES_REFUSED = "UpdatesRefused"
+    """SGLang refuses every update of the weights in an engine, because of how the engine was started."""
     MISDIRECTED = "Misdirected"
     """Another pod answers this call."""
     INTERNAL_ERROR = "InternalError"
@@ -118,6 +120,7 @@ _STATUS = {
     RefusalCode.NOT_FOUND: 404,
     RefusalCode.CONFLICT: 409,
     RefusalCode.BASE_MISSING: 409,
+    RefusalCode.UPDATES_REFUSED: 409,
     RefusalCode.MISDIRECTED: 421,
     RefusalCode.INTERNAL_ERROR: 500,
     RefusalCode.NOT_OFFERED: 501,

@@ -319,6 +319,8 @@ class Record(Message):
     """True if the coordinator may not watch pods and namespaces of the cluster, although ``spec.security`` selects callers there."""
     snapshot_problem: str = ""
     """Why the weight store could not write its newest snapshot, as a sentence; empty if it wrote it, or writes none."""
+    updates_refused: str = ""
+    """Which engine refuses updates of its weights, and why, as sentences; empty if all take them."""
     store: StoreReport | None = None
     """The weight store. None: there is none, the coordinator has not asked it yet, or an earlier release wrote the record."""
     holder: str = ""

@@ -31,6 +31,8 @@ class FleetMember(EngineRow):
     """Version of SGLang; None while it is not known."""
     nccl: Nccl | None = None
     """NCCL of the engine. A trainer needs the same version, and the same ``NCCL_CUMEM_ENABLE``."""
+    updates_refused: str = ""
+    """Why SGLang refuses updates of the weights in the engine, in its own sentences; empty if it does not, or if nothing is known."""
     staged: list[StagedCopy] = Field(default_factory=list)
     """Versions in the memory of the engine's pod (transport Staged); without ``digest`` while they arrive."""
 

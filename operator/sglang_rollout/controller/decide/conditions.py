@@ -182,7 +182,7 @@ def _degraded(summary: FleetSummary) -> Finding:
     interruption = summary.interruption
     if interruption is not None and interruption[0] is Reason.TRAINER_LOST:
         return Finding(kind, "True", *interruption)
-    checks = (_check_certificate, _check_callers, _check_store, _check_last_update, _check_nodes, _check_snapshots)
+    checks = (_check_certificate, _check_callers, _check_updates, _check_store, _check_last_update, _check_nodes, _check_snapshots)
     if found := next(filter(None, (check(summary) for check in checks)), None):
         return Finding(kind, "True", *found)
     return Finding(kind, "False", Reason.AS_EXPECTED, "Nothing needs attention.")
@@ -203,6 +203,11 @@ def _check_callers(summary: FleetSummary) -> tuple[Reason, str] | None:
         " namespace only."
     )
     return Reason.NOT_ALLOWED, message
+
+
+def _check_updates(summary: FleetSummary) -> tuple[Reason, str] | None:
+    problem = summary.fleet.record.updates_refused if summary.fleet.record else ""
+    return (Reason.UPDATES_REFUSED, problem) if problem else None
 
 
 def _check_store(summary: FleetSummary) -> tuple[Reason, str] | None:

@@ -60,6 +60,7 @@ def make_document(parts: Parts) -> FleetDocument:
                 routed=url in parts.workers.routed,
                 sglang_version=engine.status.sglang_version if engine.status is not None else None,
                 nccl=engine.status.nccl if engine.status is not None else None,
+                updates_refused=engine.updates_refused,
                 staged=engine.status.staged if engine.status is not None else [],
             )
         )

@@ -2,7 +2,7 @@
 
 :func:`answer` treats all calls alike:
 
-1. ``prepare``: checks that may take long and change nothing. Other operations run meanwhile.
+1. Refuse an update that SGLang would refuse, and ``prepare``: checks that may take long and change nothing. Other operations run meanwhile.
 2. Wait for the turn. Operations run one at a time, so the call meets the fleet in phase IDLE, PAUSE or TRANSFER (an update is open).
 3. A call that would commit an update that has failed gets the failure as its answer. It still ends a pause.
 4. If the call is not legal in this phase, refuse it, or abandon the open update first. No call joins the update of another trainer.
@@ -23,7 +23,7 @@ from sglang_rollout.coordinator.update import requests as rq
 from sglang_rollout.coordinator.update.failed_commit import find_repeated_failure
 from sglang_rollout.coordinator.update.interruption import Cause
 from sglang_rollout.coordinator.update.lease import is_holder
-from sglang_rollout.coordinator.update.membership import engines_without_tensors, name_engines
+from sglang_rollout.coordinator.update.membership import engines_without_tensors, name_engines, refuse_updates
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.outcome import abandon, last_reason
 from sglang_rollout.coordinator.update.phases import Phase
@@ -37,6 +37,9 @@ from sglang_rollout.wire.states import BY_HANDLES, KEEPS_WEIGHTS, FleetMode
 ANY = frozenset({Phase.IDLE, Phase.PAUSE, Phase.TRANSFER, Phase.STAGE})
 NO_UPDATE = frozenset({Phase.IDLE, Phase.PAUSE})
 UPDATE_OPEN = frozenset({Phase.TRANSFER, Phase.STAGE})
+
+WRITES = (rq.OpenGroup, rq.Begin, rq.Update, rq.Tensors, rq.FromDisk, rq.Upload)
+"""Calls that bring weights, or that only an update needs."""
 
 OWN_GPUS = "An engine of this fleet takes no calls of its own (spec.mode: Standalone): call the fleet's URL, which is one for all engines."
 FLEET_ONLY = "this call is for the fleet's URL, which is one for all engines."
@@ -264,6 +267,8 @@ async def answer(fleet: Fleet, request: rq.Request) -> rq.Answer:
     """Answer a request. Raises RefusedError if it is refused."""
     call, at = (request.call, request.engine) if isinstance(request, rq.AtEngine) else (request, None)
     handler = _find_handler(fleet, call, at)
+    if isinstance(call, WRITES):
+        refuse_updates(fleet)
     arguments = [fleet, call] if at is None else [fleet, call, at]
     if handler.prepare is not None:
         arguments.append(await handler.prepare(*arguments))

@@ -113,6 +113,11 @@ class Engine:
         return self.status is not None and (self.status.woken or self.status.state is EngineState.UNKNOWN)
 
     @property
+    def updates_refused(self) -> str:
+        """Why SGLang refuses updates of the weights in it, in SGLang's own sentences; empty if nothing is known."""
+        return self.status.updates_refused if self.status is not None else ""
+
+    @property
     def paused(self) -> bool:
         """True if it is paused: its agent reports it, or it has answered the call."""
         return self.status is not None and self.status.paused

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from sglang_rollout.coordinator.update.store import STORE
-from sglang_rollout.wire.reasons import RefusedError
+from sglang_rollout.wire.reasons import Refusal, RefusalCode, RefusedError, end_sentence
 from sglang_rollout.wire.states import FleetMode, FleetState, describe_state
 
 if TYPE_CHECKING:
@@ -80,6 +80,22 @@ def refuse_asleep(fleet: Fleet) -> None:
     """Raise RefusedError while the spec has released the memory of the engines."""
     if fleet.applied_state is FleetState.ASLEEP:
         raise RefusedError(describe_state(fleet.applied_state), status=409, fleet=fleet.advice())
+
+
+def describe_refused_updates(fleet: Fleet) -> str:
+    """Return which engine refuses updates of its weights, and why, as sentences; empty if SGLang takes them in all that are up."""
+    for name, engine in fleet.members().items():
+        if engine.updates_refused and not fleet.keeps_weights:
+            why = f"SGLang refuses every update of the weights in engine {name}: {end_sentence(engine.updates_refused)}"
+            return f"{why} Turn that off in engine.args, or in the environment of the engine's container."
+    return ""
+
+
+def refuse_updates(fleet: Fleet) -> None:
+    """Raise RefusedError if SGLang will refuse the update in one of the engines, because of how it was started."""
+    why = describe_refused_updates(fleet)
+    if why:
+        raise RefusedError(Refusal(RefusalCode.UPDATES_REFUSED, f"{why} Nothing was sent."), fleet=fleet.advice())
 
 
 def _why_uncertain(engine: Engine, now: float) -> str:

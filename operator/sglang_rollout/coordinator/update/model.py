@@ -17,6 +17,7 @@ from sglang_rollout.coordinator.update.completeness import Model
 from sglang_rollout.coordinator.update.engine import Engine
 from sglang_rollout.coordinator.update.failed_commit import make_row
 from sglang_rollout.coordinator.update.interruption import Cause, Interruption, Interruptions, in_order
+from sglang_rollout.coordinator.update.membership import describe_refused_updates
 from sglang_rollout.coordinator.update.phases import Phase, Transaction, Update
 from sglang_rollout.coordinator.update.ranks import Group, RankTable, rank_table
 from sglang_rollout.coordinator.update.store import STORE, Store
@@ -393,5 +394,6 @@ class Fleet:
             isolation=self.isolation if self.is_isolated else None,
             callers_forbidden=self.callers_forbidden,
             snapshot_problem=self.store.snapshot_problem if self.store is not None else "",
+            updates_refused=describe_refused_updates(self),
             holder=self.holder,
         )

@@ -66,6 +66,15 @@ def test_the_gate_opens_only_while_the_plug_in_of_this_engine_process_has_proved
     assert s.gate_may_open(run(restarted, ev.PluginChecked("a", "")))
 
 
+@pytest.mark.parametrize("requires_plugin", [True, False])
+def test_the_status_says_that_sglang_refuses_updates_in_this_engine_process(requires_plugin: bool) -> None:
+    started = run(ev.restore_state(s.EngineRecord(), requires_plugin=requires_plugin), ev.EngineIdentified(facts()))
+    reported = run(started, ev.PluginChecked("a", "", "splits are active"))
+    assert s.status(reported, name="e0", gate_open=False).updates_refused == "splits are active"
+    other = run(reported, ev.EngineDown("gone"), ev.EngineIdentified(facts("b")))
+    assert s.status(other, name="e0", gate_open=False).updates_refused == ""
+
+
 def test_an_agent_that_does_not_require_the_plug_in_ignores_its_reports() -> None:
     assert s.gate_may_open(run(SERVING, ev.PluginChecked("a", "The plug-in has reported nothing.")))
 

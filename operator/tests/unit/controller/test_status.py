@@ -332,6 +332,14 @@ def test_callers_that_the_coordinator_may_not_watch_need_attention() -> None:
     assert condition(said, "Ready")["status"] == "True"
 
 
+def test_updates_that_sglang_refuses_need_attention_before_the_first_push() -> None:
+    why = "SGLang refuses every update of the weights in engine demo-engine-1: splits are active."
+    said = status_of(world([pod(0), pod(1)], written=record(row(0), row(1)).model_copy(update={"updates_refused": why})))
+    degraded = condition(said, "Degraded")
+    assert (degraded["status"], degraded["reason"], degraded["message"]) == ("True", "UpdatesRefused", why)
+    assert condition(said, "Ready")["status"] == "True", "the fleet serves the weights that it has"
+
+
 def test_a_partial_commit_needs_attention_until_all_serve() -> None:
     left = row(1, BASE, gate=False)
     last = partial("engine demo-engine-1 could not end the session: no answer")

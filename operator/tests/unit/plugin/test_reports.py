@@ -70,6 +70,12 @@ def test_parts_that_are_missing_are_named(tmp_path: Path) -> None:
     assert found.missing(1, cache_key=False) is None
 
 
+def test_the_reason_of_any_scheduler_says_that_updates_are_refused(tmp_path: Path) -> None:
+    assert write(tmp_path, s_0_0_0=scheduler()).updates_refused == ""
+    assert write(tmp_path, s_0_0_1=scheduler(1, updates_refused="splits are active.")).updates_refused == "splits are active."
+    assert write(tmp_path, s_0_0_1=scheduler(1, updates_refused="a\nb")).problems != ()
+
+
 def test_reports_of_another_run_prove_nothing(tmp_path: Path) -> None:
     assert write(tmp_path, requests=REQUESTS, s_0_0_0=scheduler()).missing(1) is None
     assert read_reports(tmp_path, "run-2").missing(1) is not None
