@@ -267,7 +267,18 @@ def test_engines_without_sessions_take_part(lab: Fleet, dialect: Dialect) -> Non
 @pytest.mark.parametrize("lab", ["staged", pytest.param("sglang-staged", marks=pytest.mark.long)], indirect=True)
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.push.__name__)
 def test_a_trainer_does_not_notice_that_an_engine_is_killed_and_restarted(lab: Fleet, dialect: Dialect) -> None:
-    """With transport Staged: the third update comes while the engine is away, and the fourth when it is back."""
+    push_around_a_restart(lab, dialect)
+
+
+@pytest.mark.parametrize("lab", ["sglang-staged"], indirect=True)
+@pytest.mark.parametrize("dialect", [d for d in DIALECTS if d.push in (skyrl, areal)], ids=lambda dialect: dialect.push.__name__)
+def test_a_trainer_does_not_notice_that_a_real_engine_is_killed_and_restarted(lab: Fleet, dialect: Dialect) -> None:
+    """In each run: a trainer that flushes after one process group, and one that continues after two."""
+    push_around_a_restart(lab, dialect)
+
+
+def push_around_a_restart(lab: Fleet, dialect: Dialect) -> None:
+    """Push four versions with transport Staged: the third while one engine is away, and the fourth when it is back."""
     sent: list[list[tuple[str, int]]] = []
     with trainer(lab, dialect.processes) as made:
 
