@@ -25,7 +25,7 @@ def rewrite(text: str, url: str, port: int) -> str:
     Replaces the fleet's name, the URL that only pods reach, the port of a forward on this machine, and the names in capitals that a
     reader replaces. A watch prints the objects once.
     """
-    text = re.sub(r"\bsglr [a-zA-Z][\w-]*", "sglr demo", text).replace("NAME-router", "demo-router")
+    text = re.sub(r"\bsglr [a-zA-Z][\w-]*", "sglr demo", text).replace("NAME-router", "demo-router").replace("status NAME", "status demo")
     text = text.replace("http://demo-router:30000", url)
     text = re.sub(r"(port-forward \S+) (\d+)", rf"\1 {port}:\2", text)
     text = re.sub(r"\blocalhost:3000\d", f"localhost:{port}", text)

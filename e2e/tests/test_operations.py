@@ -12,6 +12,7 @@ import yaml
 from e2e.cluster.paths import REPOSITORY
 from sglang_rollout.api.status import Reason
 from sglang_rollout.controller.decide import transitions
+from sglang_rollout.overview.advice import ADVICE
 from sglang_rollout.wire import ports
 from sglang_rollout.wire.reasons import GateReason
 
@@ -54,6 +55,15 @@ def test_conditions_explains_every_reason_and_what_to_do() -> None:
     assert REASONS - named == set()
     assert set(headings) - REASONS == set()
     assert [heading for heading in headings if "What to do: " not in section(page, f"`{heading}`")] == []
+
+
+def test_status_command_gives_the_advice_of_conditions() -> None:
+    page = read("conditions.md")
+    headings = set(re.findall(r"^### `(\w+)`$", page, re.MULTILINE))
+    assert set(ADVICE) == headings
+    for reason, advice in ADVICE.items():
+        written = section(page, f"`{reason}`").partition("What to do: ")[2].partition("\n")[0]
+        assert re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", written).replace("`", "") == advice
 
 
 def test_conditions_says_what_to_do_about_every_closed_gate() -> None:

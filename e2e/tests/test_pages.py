@@ -92,7 +92,7 @@ def test_every_block_says_what_runs_it() -> None:
 
 
 def test_blocks_for_the_shared_fleet_change_nothing() -> None:
-    harmless = re.compile(r"kubectl (-n \S+ )?(get|describe|logs|port-forward) |curl -s |sglang-rollout plan |  -d ")
+    harmless = re.compile(r"kubectl (-n \S+ )?(get|describe|logs|port-forward) |curl -s |sglang-rollout (plan|status) |  -d ")
     commands = [command for block in blocks_for(Runner.CLUSTER) for command in block.text.splitlines()]
     assert [command for command in commands if not harmless.match(command)] == []
 

@@ -48,6 +48,7 @@ SUBCOMMANDS = {
         "operator",
         "Print the objects that the operator creates for an SGLangRollout.",
     ),
+    "status": Subcommand("sglang_rollout.overview.cli:command", "operator", "Show the state of a fleet on one screen."),
     "store": Subcommand("sglang_rollout.store.cli:command", "coordinator", "Run the weight store of transport Staged.", part=True),
     "weights": Subcommand("sglang_rollout.weights.cli:command", "trainer", "List, verify and export the weight versions of a fleet."),
     "stand-in": Subcommand(

@@ -11,6 +11,7 @@ from kubernetes.aio import client, config
 from sglang_rollout.kube.errors import NoCredentials
 
 _SERVICE_TOKEN = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
+_POD_NAMESPACE = _SERVICE_TOKEN.with_name("namespace")
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,22 @@ async def load_configuration(kubeconfig: str | None) -> client.Configuration:
     except (config.ConfigException, OSError, ValueError, TypeError) as error:
         raise NoCredentials(f"the Kubernetes credentials cannot be used: {error}") from error
     return found
+
+
+def find_namespace(kubeconfig: str | None) -> str:
+    """Return the namespace that kubectl would use: of the kubeconfig's context, or of the pod; else ``default``.
+
+    Raises:
+        NoCredentials: There are no usable credentials.
+    """
+    try:
+        path = _find_kubeconfig(kubeconfig)
+        if path is None:
+            return _POD_NAMESPACE.read_text().strip()
+        _, current = config.list_kube_config_contexts(path)
+    except (config.ConfigException, OSError, ValueError, TypeError) as error:
+        raise NoCredentials(f"the Kubernetes credentials cannot be used: {error}") from error
+    return str((current or {}).get("context", {}).get("namespace") or "default")
 
 
 def _find_kubeconfig(explicit: str | None) -> str | None:

@@ -108,7 +108,7 @@ def _build_weights(summary: FleetSummary) -> WeightsStatus | None:
         stale=sum(row.boot_id is not None and row.name not in stepping and not holds_committed(record, row) for row in record.engines),
         process_group_failure=ProcessGroupFailure(reason=failure.code, message=failure.message) if failure is not None else None,
         last_update=_build_last_update(last) if last is not None else None,
-        recent_updates=[_build_recent_update(update) for update in record.recent_updates] or None,
+        recent_updates=[build_recent_update(update) for update in record.recent_updates] or None,
     )
 
 
@@ -125,7 +125,8 @@ def _build_last_update(last: EndedUpdate) -> LastUpdate:
     )
 
 
-def _build_recent_update(update: EndedUpdate) -> RecentUpdate:
+def build_recent_update(update: EndedUpdate) -> RecentUpdate:
+    """Return the row of an update in ``status.weights.recentUpdates``."""
     return RecentUpdate(
         version=format_version(update.version),
         author=update.author[:MAX_AUTHOR],

@@ -6,7 +6,7 @@ import asyncio
 import re
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from ipaddress import ip_address
 
 from sglang_rollout.api.security_spec import Security, token_audience
@@ -23,7 +23,7 @@ from sglang_rollout.wire.access import (
     PathKind,
     kind_of_path,
 )
-from sglang_rollout.wire.ports import FLEET_ENGINES
+from sglang_rollout.wire.ports import FLEET, FLEET_ENGINES
 from sglang_rollout.wire.reasons import Refusal, RefusalCode, quote_value
 
 NEW_POD_POLLS = 30
@@ -96,6 +96,9 @@ class CallerCheck:
             address, authorization = normalize_address(relayed), headers.get(RELAYED_AUTHORIZATION_HEADER)
         kind = kind_of_path(path)
         verdict = await self.check_kind(kind, address, authorization)
+        if self.in_cluster and path == FLEET and isinstance(verdict, Refusal):
+            command = f"sglang-rollout status {self.name} -n {self.namespace}"
+            return replace(verdict, message=f"{verdict.message} To look without a token: {command}")
         if self.in_cluster or isinstance(verdict, Refusal) or kind is PathKind.HEALTH:
             return verdict
         return self._check_host(verdict, address, headers.get("Host"))

@@ -31,7 +31,7 @@ def test_help_and_version_import_no_subcommand() -> None:
 
 def test_help_separates_commands_from_processes_of_a_fleet() -> None:
     commands, parts = CliRunner().invoke(main, ["--help"]).output.split("Commands:")[1].split("Processes of a fleet")
-    expected = ["crd", "local", "operator", "plan", "plugin", "render", "stand-in", "weights"]
+    expected = ["crd", "local", "operator", "plan", "plugin", "render", "stand-in", "status", "weights"]
     assert [line.split()[0] for line in commands.strip().splitlines()] == expected
     assert [line.split()[0] for line in parts.splitlines()[1:]] == ["agent", "batches", "coordinator", "proxy", "store"]
 

@@ -63,6 +63,22 @@ def test_without_the_front_only_calls_of_the_router_pod_are_answered() -> None:
     assert code_of(decide(check, "/generate")) is RefusalCode.UNAUTHENTICATED
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1", "192.0.2.9"], ids=["port-forward", "another machine"])
+def test_refused_look_at_the_fleet_names_the_command_that_needs_no_token(address: str) -> None:
+    refusal = decide(make_check(make_pod()), "/fleet", caller=address)
+    assert isinstance(refusal, Refusal)
+    assert refusal.message.endswith("To look without a token: sglang-rollout status fleet -n ml")
+    push = decide(make_check(make_pod()), "/update_weights_from_distributed", caller=address)
+    assert isinstance(push, Refusal)
+    assert "sglang-rollout status" not in push.message, "the command is no way to push"
+
+
+def test_without_kubernetes_no_command_reads_the_fleet_without_a_token() -> None:
+    refusal = decide(make_check(in_cluster=False), "/fleet", caller="192.0.2.7")
+    assert isinstance(refusal, Refusal)
+    assert "sglang-rollout status" not in refusal.message
+
+
 def test_without_kubernetes_programs_of_this_machine_need_no_token(tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("s3cret\n")
