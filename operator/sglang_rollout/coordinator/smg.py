@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import aiohttp
 
@@ -24,8 +25,12 @@ log = logging.getLogger(__name__)
 
 COMPARE_SECONDS = 0.5
 REQUEST_SECONDS = 5.0
+PENDING_SECONDS = 0.1
+"""As COMPARE_SECONDS, while smg probes a worker: until smg lists the worker, its engine gets no requests."""
 REPOST_SECONDS = 5.0
 """Seconds until a missing worker is posted again. A posted worker is listed only after smg has probed it."""
+READY = "ready"
+"""smg's status of a worker to which it sends requests."""
 KEEP_SECONDS = 5.0
 """Seconds for which smg keeps an engine that does not serve any more. The gate of the engine is the fence."""
 CONFLICT = 409
@@ -97,7 +102,9 @@ class SmgWorkers:
         self._posted: dict[str, float] = {}
         self._last_problem = ""
         self.routed: frozenset[str] = frozenset()
-        """URLs that smg has in its list."""
+        """URLs to which smg sends requests."""
+        self._missed: set[str] = set()
+        """URLs that were posted and not listed in time."""
         self.wake = asyncio.Event()
         """Set it to compare at once."""
 
@@ -113,18 +120,21 @@ class SmgWorkers:
                     self.routed = frozenset()
                     self._log_problem(str(error) or type(error).__name__)
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(COMPARE_SECONDS):
+                    async with asyncio.timeout(PENDING_SECONDS if self._posted else COMPARE_SECONDS):
                         await self.wake.wait()
                 self.wake.clear()
 
     async def _compare(self, session: aiohttp.ClientSession) -> None:
-        listed = await self._listed(session)
-        self.routed = frozenset(url.rstrip("/") for url in listed.values())
+        workers = await self._listed(session)
+        listed = {str(worker["id"]): str(worker["url"]) for worker in workers}
+        self._note_routed(frozenset(str(worker["url"]).rstrip("/") for worker in workers if worker.get("status") == READY))
         now = asyncio.get_running_loop().time()
         wanted = self._wanted()
         if wanted is None:
             return
-        self._posted = {url: at for url, at in self._posted.items() if url in wanted - self.routed and now - at < REPOST_SECONDS}
+        missing = wanted - {url.rstrip("/") for url in listed.values()}
+        self._note_missed({url for url, at in self._posted.items() if url in missing and now - at >= REPOST_SECONDS}, missing)
+        self._posted = {url: at for url, at in self._posted.items() if url in missing and now - at < REPOST_SECONDS}
         changes = plan_changes(wanted, listed, frozenset(self._posted))
         # A pending worker is not listed yet. If it is no longer wanted, it is removed as soon as smg lists it.
         for worker in changes.remove:
@@ -132,11 +142,24 @@ class SmgWorkers:
         for url in changes.add:
             await self._add(session, url, now)
 
-    async def _listed(self, session: aiohttp.ClientSession) -> dict[str, str]:
+    def _note_routed(self, routed: frozenset[str]) -> None:
+        for url in sorted(routed - self.routed):
+            log.info("smg sends requests to %s", url)
+        for url in sorted(self.routed - routed):
+            log.info("smg sends no more requests to %s", url)
+        self.routed = routed
+
+    def _note_missed(self, late: set[str], missing: frozenset[str]) -> None:
+        """Warn once of each worker that smg has accepted and does not list."""
+        for url in sorted(late - self._missed):
+            log.warning("smg sends no requests to %s: it cannot read the engine's description there. smg's own log has the reason.", url)
+        self._missed = (self._missed | late) & missing
+
+    async def _listed(self, session: aiohttp.ClientSession) -> list[dict[str, Any]]:
         async with session.get(f"{self._url}/workers") as reply:
             reply.raise_for_status()
             workers = (await read_json(reply, MESSAGE_BYTES))["workers"]
-        return {str(worker["id"]): str(worker["url"]) for worker in workers if worker.get("status") != "draining"}
+        return [worker for worker in workers if worker.get("status") != "draining"]
 
     async def _add(self, session: aiohttp.ClientSession, url: str, now: float) -> None:
         # No settle time: a draining worker cannot be posted again (409), and its gate is closed already.
@@ -147,7 +170,6 @@ class SmgWorkers:
                 # 409: smg has the worker already or still drains it. If the worker is missing from the list later, it is posted again.
                 if reply.ok:
                     self._posted[url] = now
-                    log.info("smg: added %s", url)
                 return
             raise ValueError(f"POST /workers {url}: HTTP {reply.status} {text[:200]}")
 
@@ -157,7 +179,6 @@ class SmgWorkers:
                 text = (await read_answer(reply, ERROR_BYTES)).decode(errors="replace")
                 raise ValueError(f"DELETE /workers/{worker}: HTTP {reply.status} {text[:200]}")
         self._posted.pop(url.rstrip("/"), None)
-        log.info("smg: removed %s", url)
 
     def _log_problem(self, problem: str) -> None:
         if problem != self._last_problem:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from sglang_rollout.child_environment import clean_environment
 from sglang_rollout.local.plan import Child
 
 _FIRST_BACKOFF_SECONDS = 0.5
@@ -77,7 +78,7 @@ class ChildProcess:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=asyncio.subprocess.STDOUT,
-                env={**os.environ, **self.child.environment},
+                env={**clean_environment(os.environ), **self.child.environment},
                 # Ctrl-C in a terminal goes to the whole process group, but the supervisor ends the children in order.
                 process_group=0,
                 preexec_fn=lambda: _end_with_parent(supervisor),

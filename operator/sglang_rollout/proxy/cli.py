@@ -19,6 +19,7 @@ import click
 from pydantic import ValidationError
 
 from sglang_rollout.api.limits_spec import Limits
+from sglang_rollout.child_environment import clean_environment
 from sglang_rollout.proxy.address import Address, Endpoint, UnixSocket, complete_service_name, parse_endpoint
 from sglang_rollout.proxy.config import (
     FRONT_CONNECTIONS,
@@ -282,7 +283,7 @@ def smg(
     if only_print:
         click.echo(" ".join(line))
         return
-    os.execv(line[0], line)  # noqa: S606 - no shell wanted
+    os.execve(line[0], line, clean_environment(os.environ))  # noqa: S606 - no shell wanted
 
 
 def find_haproxy() -> str | None:
@@ -344,4 +345,5 @@ def _become_haproxy(path: Path) -> NoReturn:
         raise click.ClickException(NO_HAPROXY)
     # -db: stay in the foreground. -W: start a master process that handles SIGTERM. Without a master, haproxy has no handler. The
     # kernel then ignores the signal for a container's first process, and the pod ends only after its grace period.
-    os.execv(program, [program, "-W", "-db", "-f", str(path)])  # noqa: S606 - no shell wanted
+    line = [program, "-W", "-db", "-f", str(path)]
+    os.execve(program, line, clean_environment(os.environ))  # noqa: S606 - no shell wanted

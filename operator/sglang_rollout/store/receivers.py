@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from sglang_rollout.child_environment import clean_environment
 from sglang_rollout.wire.reasons import RefusalCode, end_sentence
 from sglang_rollout.wire.staged import StoreGroupRequest
 
@@ -51,7 +52,8 @@ class Receiver:
             ReceiverError: The child does not start.
         """
         pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(sys.executable, "-m", _MODULE, str(os.getpid()), stdin=pipe, stdout=pipe)
+        line = [sys.executable, "-m", _MODULE, str(os.getpid())]
+        process = await asyncio.create_subprocess_exec(*line, stdin=pipe, stdout=pipe, env=clean_environment(os.environ))
         receiver = cls(process)
         await receiver._finish("start", START_SECONDS, "ready")
         return receiver

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from sglang_rollout.checkpoints import snapshots as files
 from sglang_rollout.checkpoints.publish import DirectoryInUseError, describe_refusal, lock_directory, remove_leftovers
+from sglang_rollout.child_environment import clean_environment
 from sglang_rollout.staging.copies import Copy
 from sglang_rollout.staging.index import StagedError, StagedFault
 from sglang_rollout.staging.snapshots import SnapshotCopy, open_snapshot
@@ -268,7 +269,8 @@ def _describe(snapshot: files.Snapshot, problem: str) -> Snapshot:
 async def _run_child(job: Job) -> Result:
     """Run a job in a child process, which is killed if this task is cancelled."""
     pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(sys.executable, "-m", _MODULE, str(os.getpid()), stdin=pipe, stdout=pipe)
+    line = [sys.executable, "-m", _MODULE, str(os.getpid())]
+    process = await asyncio.create_subprocess_exec(*line, stdin=pipe, stdout=pipe, env=clean_environment(os.environ))
     try:
         output, _ = await process.communicate(job.model_dump_json(exclude_none=True).encode() + b"\n")
     finally:

@@ -78,7 +78,7 @@ class FleetDocument(Message):
     committed: Version
     """Version that the fleet serves: ``run``, ``step`` and ``label``."""
     serving: int
-    """Engines with an open gate."""
+    """Engines that requests at the URL reach: the gate is open, and smg sends requests to the engine."""
     members: list[FleetMember]
     """All engines, also those that do not take part."""
     groups: list[FleetGroup] = Field(default_factory=list)

@@ -58,6 +58,10 @@ class Parts:
             raise RefusedError("The coordinator has just started and cannot read its record yet. Try again.", status=503)
         return machine
 
+    def is_served(self, name: str) -> bool:
+        """Return True if requests at the URL reach this engine: its gate is open, and smg sends requests to it."""
+        return self.machine.fleet.engines[name].serving and self.wanted_engines.url(name) in self.workers.routed
+
 
 PARTS = web.AppKey("parts", Parts)
 AUDIT = web.AppKey("audit", AuditLog)

@@ -74,7 +74,7 @@ def make_document(parts: Parts) -> FleetDocument:
         fleet_id=fleet.weights.fleet_id,
         lease=fleet.policy.trainer_lease.ttl_seconds,
         committed=committed,
-        serving=sum(engine.serving for engine in fleet.engines.values()),
+        serving=sum(map(parts.is_served, fleet.engines)),
         members=members,
         groups=[group.shown() for group in fleet.groups.values()],
         phase=machine.phase.value,
@@ -121,7 +121,7 @@ async def make_server_info(parts: Parts) -> dict[str, Any]:
             **machine.fleet.advice(),
             "name": parts.name,
             "committed": committed.model_dump(mode="json") if committed is not None else None,
-            "serving": sum(engine.serving for engine in machine.fleet.engines.values()),
+            "serving": sum(map(parts.is_served, machine.fleet.engines)),
         },
     }
 
@@ -232,12 +232,15 @@ async def get_model(request: web.Request) -> web.Response:
 
 
 async def ready(request: web.Request) -> web.Response:
-    """Return 200 if at least one engine serves."""
-    fleet = request.app[PARTS].machine.fleet
+    """Return 200 if requests at the URL reach at least one engine."""
+    parts = request.app[PARTS]
+    fleet = parts.machine.fleet
     if fleet.why_not_generating:
         return refuse(503, fleet.why_not_generating)
     if not any(engine.serving for engine in fleet.engines.values()):
         return refuse(503, "No engine serves now: none holds the committed weights. GET /fleet shows the state of each.")
+    if not any(map(parts.is_served, fleet.engines)):
+        return refuse(503, "No engine gets requests yet: smg, the SGLang router, has not taken up any. The logs of router and smg say why.")
     return web.Response()
 
 
@@ -291,7 +294,7 @@ async def get_workers(request: web.Request) -> web.Response:
     Trainers abort requests at each worker, and read its load. The gates of engines refuse such calls; this URL sends them to all engines.
     """
     parts = request.app[PARTS]
-    is_healthy = any(engine.serving for engine in parts.machine.fleet.engines.values())
+    is_healthy = any(map(parts.is_served, parts.machine.fleet.engines))
     status = "ready" if is_healthy else "not_ready"
     worker = {"id": parts.name, "url": parts.public_url, "worker_type": "regular", "is_healthy": is_healthy, "status": status}
     return web.json_response({"workers": [worker], "total": 1})

@@ -230,6 +230,22 @@ async def test_smg_keeps_its_workers_during_an_update_and_gets_them_back_after_a
     assert all(seen == urls for seen in lab.smg.seen)
 
 
+async def test_the_fleet_is_ready_when_smg_sends_requests_to_an_engine(lab: Lab, caplog: pytest.LogCaptureFixture) -> None:
+    """The gate of an engine may be open while smg cannot reach the engine, or has just started."""
+    lab.smg.reaches_engines = False
+    lab.smg.workers.clear()
+    await lab.serving(0)
+    status, _, body = await lab.get("/ready")
+    assert (status, "No engine gets requests yet: smg, the SGLang router, has not taken up any." in body["message"]) == (503, True)
+    assert [member["gate_open"] for member in (await lab.document())["members"]] == [True, True]
+    await asyncio.sleep(6)
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert sum(f"smg sends no requests to {lab.agents[0].url}" in each for each in warnings) == 1
+    lab.smg.reaches_engines = True
+    await lab.serving(2)
+    assert (await lab.get("/ready"))[0] == 200
+
+
 async def test_the_pause_of_a_silent_trainer_ends(lab: Lab) -> None:
     lab.deadlines = lab.deadlines.model_copy(update={"idle_seconds": 1.0})
     lab.write_intent()

@@ -143,6 +143,8 @@ class FakeSmg:
         self.answer_tokens: Callable[[web.Request], Awaitable[web.StreamResponse]] | None = None
         self.workers: dict[str, str] = {}
         self.seen: list[set[str]] = []
+        self.reaches_engines = True
+        """False: smg accepts workers and does not list them, because it cannot read their descriptions."""
         self.runner: web.AppRunner | None = None
 
     async def list_workers(self, request: web.Request) -> web.Response:
@@ -153,7 +155,8 @@ class FakeSmg:
         url = (await request.json())["url"]
         if url in self.workers.values():
             return web.json_response({"code": "WORKER_ALREADY_EXISTS"}, status=409)
-        self.workers[f"w{len(self.seen)}-{len(self.workers)}"] = url
+        if self.reaches_engines:
+            self.workers[f"w{len(self.seen)}-{len(self.workers)}"] = url
         return web.json_response({"status": "accepted"}, status=202)
 
     async def remove(self, request: web.Request) -> web.Response:
