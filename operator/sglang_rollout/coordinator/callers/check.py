@@ -93,7 +93,7 @@ class CallerCheck:
         authorization = headers.get("Authorization")
         relayed = headers.get(RELAYED_CALLER_HEADER)
         if relayed is not None and self._is_agent(path, address, authorization):
-            address, authorization = normalize_address(relayed), headers.get(RELAYED_AUTHORIZATION_HEADER)
+            address, authorization = self._named_address(relayed, address), headers.get(RELAYED_AUTHORIZATION_HEADER)
         kind = kind_of_path(path)
         verdict = await self.check_kind(kind, address, authorization)
         if self.in_cluster and path == FLEET and isinstance(verdict, Refusal):
@@ -102,6 +102,11 @@ class CallerCheck:
         if self.in_cluster or isinstance(verdict, Refusal) or kind is PathKind.HEALTH:
             return verdict
         return self._check_host(verdict, address, headers.get("Host"))
+
+    def _named_address(self, relayed: str, agent: str | None) -> str | None:
+        """Return the address that an agent names: of its own pod, if the caller is a process there and has an address of loopback."""
+        named = normalize_address(relayed)
+        return agent if self.in_cluster and named is not None and ip_address(named).is_loopback else named
 
     def _check_host(self, caller: Caller, address: str | None, host: str | None) -> Caller | Refusal:
         """Refuse a program of this machine, which needs no token, if it calls this machine by a name of another one.

@@ -103,10 +103,22 @@ def authorize(kind: PathKind, address: str | None, credential: Credential, pods:
     accesses = _accesses(kind, policy.security)
     if any(access.is_open for access in accesses):
         return _describe(address, credential, pods)
+    if credential is not None and (refusal := _refuse_token_of_rollout(address, pods)) is not None:
+        return refusal
     if isinstance(credential, StaticToken):
         return STATIC_TOKEN_CALLER
     verdicts = [_check_access(address, credential, access, pods, policy) for access in accesses]
     return next((verdict for verdict in verdicts if isinstance(verdict, Caller)), verdicts[0])
+
+
+def _refuse_token_of_rollout(address: str | None, pods: PodTable) -> Refusal | None:
+    """Refuse a token that comes from a pod of a rollout: code in an engine's container may have taken it from a trainer's call."""
+    found = pods.at(address) if address is not None else ()
+    owner = next((pod for pod in found if pod.rollout is not None), None)
+    if owner is None:
+        return None
+    message = f"The call comes from {owner}, which belongs to the rollout {owner.rollout}. No token is accepted from such a pod."
+    return Refusal(RefusalCode.FORBIDDEN, message)
 
 
 def check_trainer_address(address: str, pods: PodTable, policy: Policy) -> Refusal | None:

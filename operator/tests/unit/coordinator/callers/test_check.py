@@ -178,6 +178,8 @@ def test_an_agent_passes_on_the_token_of_the_trainer(tmp_path: Path) -> None:
     assert code_of(decide(check, RELAYED, relayed_token="Bearer other", **relay)) is RefusalCode.UNAUTHENTICATED
     assert code_of(decide(check, RELAYED, relayed_token=f"Bearer {OWN}", **relay)) is RefusalCode.UNAUTHENTICATED
     assert isinstance(decide(check, RELAYED, relayed_token="Bearer s3cret", **relay), Caller)
+    for own in ("10.0.0.9", "127.0.0.1", "::ffff:127.0.0.1", "::1"):  # code in the engine's pod has taken the token
+        assert code_of(decide(check, RELAYED, relayed_token="Bearer s3cret", **relay | {"relayed": own})) is RefusalCode.FORBIDDEN
     not_an_agent = relay | {"authorization": "Bearer other"}
     assert isinstance(decide(check, RELAYED, relayed_token="Bearer s3cret", **not_an_agent), Refusal)
 

@@ -74,6 +74,16 @@ def test_a_pod_of_a_rollout_is_never_a_trainer() -> None:
     refused(decide(engine, trainers={"cidrs": ["10.0.0.0/8"]}))
 
 
+@pytest.mark.parametrize("control", ["Trainers", "Token"])
+def test_a_pod_of_a_rollout_cannot_use_a_token_that_it_has_taken_from_a_trainer(control: str) -> None:
+    trainer, engine = make_pod(uid="t", address="10.0.0.9"), make_pod("fleet-engine-0-0", labels={ROLLOUT_LABEL: "fleet"})
+    pods, policy = make_table(trainer, engine), Policy(Security.model_validate({"control": control}), namespace="ml")
+    for token in (StaticToken(), AccountToken("ml", "trainer", "t")):
+        assert isinstance(authorize(PathKind.CONTROL, "10.0.0.9", token, pods, policy), Caller)
+        refusal = refused(authorize(PathKind.CONTROL, ADDRESS, token, pods, policy))
+        assert (refusal.code, "No token is accepted from such a pod" in refusal.message) == (RefusalCode.FORBIDDEN, True)
+
+
 def test_loopback_is_an_identity_only_without_kubernetes() -> None:
     assert refused(decide(address="127.0.0.1")).code is RefusalCode.UNAUTHENTICATED
     assert refused(decide(address="::1", trainers={"podSelector": {}})).code is RefusalCode.UNAUTHENTICATED
