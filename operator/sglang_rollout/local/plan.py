@@ -174,7 +174,7 @@ class Plan:
         for each in self._engine_addresses():
             children += _engine_children(each, folders, gate_arguments, plugin)
         children += self._store_children(folders)
-        smg_line = ("proxy", "smg", "--listen", str(smg), "--metrics-listen", str(smg_metrics), "--policy", self.policy)
+        smg_line = ("proxy", "smg", "--listen", str(smg), "--metrics-listen", str(smg_metrics), "--policy", self.policy, *limits)
         # smg serves for 5 s after SIGTERM, but no request reaches it, because the front is stopped first.
         children.append(Child("smg", (*_PROGRAM, *smg_line), grace=1.0))
         children.append(Child("coordinator", self._coordinator_command(smg, coordinator, folders)))

@@ -272,13 +272,28 @@ def front(
     "--policy", type=click.Choice(list(POLICIES)), default="CacheAware", show_default=True, help="Policy by which smg chooses an engine."
 )
 @click.option("--served-name", metavar="NAME", help="Name of the model, also for requests for the model 'default'.")
+@limits_option
 @_print
 @click.argument("extra", nargs=-1, type=click.UNPROCESSED, metavar="[-- SMG_OPTIONS...]")
 def smg(
-    *, listen: Address, metrics_listen: Address, policy: str, served_name: str | None, only_print: bool, extra: tuple[str, ...]
+    *,
+    listen: Address,
+    metrics_listen: Address,
+    policy: str,
+    served_name: str | None,
+    limits: Limits,
+    only_print: bool,
+    extra: tuple[str, ...],
 ) -> None:
     """Run smg, the SGLang router, with the settings that weight updates need. Arguments after -- are passed to smg unchanged."""
-    args = smg_args(listen=listen, metrics_listen=metrics_listen, policy=policy, served_name=served_name, extra=extra)
+    args = smg_args(
+        listen=listen,
+        metrics_listen=metrics_listen,
+        policy=policy,
+        served_name=served_name,
+        request_bytes=limits.request_bytes,
+        extra=extra,
+    )
     line = [sys.executable, "-m", "smg.launch_router", *args]
     if only_print:
         click.echo(" ".join(line))

@@ -29,6 +29,9 @@ _IDLE_SECONDS = 3600
 """Time for which smg remembers the engine of a conversation without requests. Without a session header, smg also remembers each ``rid``,
 about 320 bytes for one: 1000 requests a second take 1.2 GB in this time."""
 _RETRY_BODY_BYTES = 64 * 1024 * 1024
+_ANSWER_BYTES = 128 * 1024 * 1024
+"""Largest answer that smg takes, unless bodies of requests may be larger: one flag limits both. smg reads an answer that is no stream into
+memory, and needs twice its size for a moment."""
 
 
 def engine_labels(policy: str | None) -> dict[str, str]:
@@ -37,9 +40,24 @@ def engine_labels(policy: str | None) -> dict[str, str]:
 
 
 def smg_args(
-    *, listen: Address, metrics_listen: Address, policy: str, served_name: str | None = None, extra: Sequence[str] = ()
+    *,
+    listen: Address,
+    metrics_listen: Address,
+    policy: str,
+    served_name: str | None = None,
+    request_bytes: int = 0,
+    extra: Sequence[str] = (),
 ) -> list[str]:
-    """Return the arguments of ``python -m smg.launch_router``. ``extra`` comes last, so it overrides the other arguments."""
+    """Return the arguments of ``python -m smg.launch_router``. ``extra`` comes last, so it overrides the other arguments.
+
+    Args:
+        listen: Address at which smg accepts requests.
+        metrics_listen: Address of smg's metrics.
+        policy: Policy by which smg chooses an engine.
+        served_name: Name of the model, also for requests for the model ``default``.
+        request_bytes: Largest body of a request (``engine.limits.requestBytes``).
+        extra: Further arguments.
+    """
     args = [
         *("--host", listen.host, "--port", str(listen.port)),
         *("--prometheus-host", metrics_listen.host, "--prometheus-port", str(metrics_listen.port)),
@@ -55,6 +73,7 @@ def smg_args(
         *("--retry-max-retries", str(_HOLD_SECONDS * 1000 // _BACKOFF_MS), "--retry-initial-backoff-ms", "50"),
         *("--retry-max-backoff-ms", str(_BACKOFF_MS), "--retry-backoff-multiplier", "1.5"),
         *("--max-buffered-request-bytes", str(_RETRY_BODY_BYTES)),
+        *("--max-payload-size", str(max(request_bytes, _ANSWER_BYTES))),
         # The front limits open requests; a second, lower limit here would answer 429 during an update.
         *("--max-concurrent-requests", "0"),
         "--disable-tokenizer-autoload",

@@ -157,6 +157,7 @@ def _smg(rollout: SGLangRollout, settings: Settings) -> Object:
             *("--metrics-listen", f"127.0.0.1:{SMG_METRICS_PORT}"),
             *("--policy", router.policy.value),
             *("--served-name", model.served_name or model.path),
+            *limits_options(rollout.spec.engine.limits),
             *(("--", *router.args) if router.args else ()),
         ],
         lifecycle={"preStop": {"exec": {"command": ["/bin/sh", "-c", WAIT_FOR_BATCHES_SCRIPT]}}},

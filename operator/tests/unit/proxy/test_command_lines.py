@@ -6,6 +6,7 @@ import sys
 import pytest
 from click.testing import CliRunner
 
+from sglang_rollout.api.limits_spec import Limits
 from sglang_rollout.proxy.address import Address
 from sglang_rollout.proxy.cli import command
 from sglang_rollout.proxy.smg import POLICIES, engine_labels, smg_args
@@ -30,6 +31,16 @@ def test_policies_and_extra_arguments() -> None:
     assert [engine_labels(policy) for policy in ("PowerOfTwo", "CacheAware", None)] == [{"policy": "power_of_two"}, {}, {}]
     assert args(extra=["--log-level", "debug"])[-2:] == ["--log-level", "debug"]
     assert args(served_name="qwen")[-2:] == ["--model-alias", "default=qwen"]
+
+
+def test_smg_takes_each_request_that_the_front_takes_and_no_larger_answer() -> None:
+    def limit(*options: str) -> int:
+        line = CliRunner().invoke(command, ["smg", *options, "--print"]).output.split()
+        return int(line[line.index("--max-payload-size") + 1])
+
+    assert limit() == Limits().request_bytes == 128 * 2**20
+    assert limit("--limits", '{"requestBytes": 400000000}') == 400_000_000
+    assert limit("--limits", '{"requestBytes": 1024}') == 128 * 2**20, "answers may be larger than requests"
 
 
 @pytest.mark.router
