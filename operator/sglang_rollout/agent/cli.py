@@ -91,6 +91,7 @@ class Settings:
     plugin_dir: Path | None = None
     reports_dir: Path | None = None
     plugin_optional: bool = False
+    shared_prefix_cache: bool = False
     data_listen: Endpoint | None = None
     pipeline_size: int = 1
     data_size: int = 1
@@ -164,6 +165,9 @@ class Settings:
     help="Folder in which the plug-in inside SGLang reports, at the same path. Without it, nothing is required of the plug-in.",
 )
 @click.option("--plugin-optional", is_flag=True, help="With --reports-dir: let an engine serve without the plug-in.")
+@click.option(
+    "--shared-prefix-cache", is_flag=True, help="With --reports-dir: versions share one prefix cache, so the plug-in sets no key."
+)
 @click.option(
     "--data-listen",
     type=ENDPOINT,
@@ -269,7 +273,7 @@ async def run(settings: Settings) -> None:
                 agent, barrier, size=place.nodes, own=place.head, folder=settings.state_dir, credentials=settings.credentials
             )
             agent.explain_down = head_pod.explain_down
-        reports = PluginReports(settings.reports_dir) if settings.reports_dir is not None else None
+        reports = _plugin_reports(settings)
         own_model = OwnModel(engine, settings.model_path, reports)
         staged = await stack.enter_async_context(_run_staged(settings, agent, own_model, head_pod, files.kill if files else None))
         fence = Fence(agent, kill_file=files.kill if files else None)
@@ -327,10 +331,16 @@ def _none_elsewhere() -> int:
     return 0
 
 
-def _watch_member_plugin(member: MemberPod, reports_dir: Path | None) -> Iterator[Coroutine[Any, Any, None]]:
+def _plugin_reports(settings: Settings) -> PluginReports | None:
+    """Return the reports of the plug-in; None without a folder of reports."""
+    folder = settings.reports_dir
+    return PluginReports(folder, cache_key=not settings.shared_prefix_cache) if folder is not None else None
+
+
+def _watch_member_plugin(member: MemberPod, reports: PluginReports | None) -> Iterator[Coroutine[Any, Any, None]]:
     """Yield the loop that reads the reports of the plug-in in a member pod; none without a folder of reports."""
-    if reports_dir is not None:
-        yield _repeat(_INTERVAL, "reading the plug-in's reports", MemberPluginWatch(member, PluginReports(reports_dir)).watch)
+    if reports is not None:
+        yield _repeat(_INTERVAL, "reading the plug-in's reports", MemberPluginWatch(member, reports).watch)
 
 
 def _run_staged(
@@ -387,7 +397,7 @@ async def run_member_pod(settings: Settings, place: Place) -> None:
             _repeat(_INTERVAL, "polling SGLang", member.observe),
             _repeat(_INTERVAL, "reporting to pod 0", member.report),
             _repeat(_RESOLVE_INTERVAL, "resolving the name of pod 0", member.resolve),
-            *_watch_member_plugin(member, settings.reports_dir),
+            *_watch_member_plugin(member, _plugin_reports(settings)),
         ]
         routes: list[web.RouteDef] = []
         if staged is not None and settings.data_listen is not None:

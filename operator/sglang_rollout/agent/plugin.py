@@ -47,7 +47,8 @@ class PluginWatch:
             return
         info = agent.engine.info
         reports = await asyncio.to_thread(self._reports.read, agent.engine.container_boot_id(), info)
-        missing = reports.missing(count_schedulers(info) - self._count_proved_elsewhere()) or ""
+        wanted = count_schedulers(info) - self._count_proved_elsewhere()
+        missing = reports.missing(wanted, cache_key=self._reports.cache_key) or ""
         if missing != proof.missing and proof.is_required and agent.state.record.boot_id == boot_id:
             log.info("%s", missing or "The plug-in is active in all processes of the engine.")
         agent.dispatch(ev.PluginChecked(boot_id, missing, reports.updates_refused))
@@ -81,5 +82,5 @@ class MemberPluginWatch:
         """Read the reports once."""
         boot_id = self._member.boot_id()
         found = await asyncio.to_thread(self._reports.read, boot_id, {}) if boot_id is not None else Reports()
-        is_proved = found.missing(len(found.schedulers), requests=False) is None
+        is_proved = found.missing(len(found.schedulers), requests=False, cache_key=self._reports.cache_key) is None
         self._member.proved_schedulers = len(found.schedulers) if is_proved else 0

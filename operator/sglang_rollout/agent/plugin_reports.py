@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sglang_rollout.plugin.reports import Reports, find_run, read_reports
+from sglang_rollout.plugin.reports import Reports, read_reports
+from sglang_rollout.plugin.runs import find_run
 from sglang_rollout.sglang.sizes import read_size
 
 
@@ -15,10 +16,12 @@ class PluginReports:
 
     Args:
         folder: Folder of the reports, which the engine's processes write.
+        cache_key: True if each version must have a prefix cache of its own.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, cache_key: bool = True) -> None:
         self._folder = folder
+        self.cache_key = cache_key
 
     def read(self, boot_id: str | None, info: Mapping[str, Any]) -> Reports:
         """Return the reports of an engine process. Blocks.

@@ -20,6 +20,7 @@ from pathlib import Path
 import aiohttp
 import click
 
+from sglang_rollout.agent.plugin_reports import PluginReports
 from sglang_rollout.api.engine_spec import PluginUse
 from sglang_rollout.api.limits_spec import Limits
 from sglang_rollout.api.weights_spec import ActivationStrategy, Backend, Transport, Weights
@@ -41,7 +42,7 @@ from sglang_rollout.local.supervisor import Supervisor
 from sglang_rollout.local.weights import parse_weights
 from sglang_rollout.plugin.install import reports_folder
 from sglang_rollout.proxy.address import Address
-from sglang_rollout.proxy.cli import ADDRESS, NO_HAPROXY, find_haproxy, limits_option, processors_option
+from sglang_rollout.proxy.cli import ADDRESS, NO_HAPROXY, find_haproxy, limits_option, prefix_cache_option, processors_option
 from sglang_rollout.proxy.smg import POLICIES
 from sglang_rollout.sglang.api import PauseMode
 from sglang_rollout.wire.ports import FLEET, FLEET_HEALTH, METRICS
@@ -135,6 +136,7 @@ class NotReadyError(CannotStartError):
 )
 @limits_option
 @processors_option
+@prefix_cache_option
 @click.option(
     "--plugin",
     type=click.Choice([each.value for each in PluginUse]),
@@ -180,6 +182,7 @@ def command(
     token_file: Path | None,
     limits: Limits,
     custom_logit_processors: bool,
+    shared_prefix_cache: bool,
     plugin: str,
     tensor_size: int | None,
     state_dir: Path | None,
@@ -204,7 +207,8 @@ def command(
     defaults = {"backend": Backend(backend), "pause_mode": PauseMode(pause_mode), "transport": Transport(transport)}
     weights = parse_weights(weights_json, defaults, size_limit=staging_size_limit, snapshots=snapshots, activation=activation)
     reports = reports_folder(os.environ)
-    found = asyncio.run(_read_sizes(parsed, weights, reports, PluginUse(plugin)))
+    own = PluginReports(reports, cache_key=not shared_prefix_cache)
+    found = asyncio.run(_read_sizes(parsed, weights, own, PluginUse(plugin)))
     taken = {listen.port, *(engine.address.port for engine in parsed)}
     plan = Plan(
         listen=listen,
@@ -218,6 +222,7 @@ def command(
         token_file=None if token_file is None else str(token_file.absolute()),
         limits=limits,
         custom_logit_processors=custom_logit_processors,
+        shared_prefix_cache=shared_prefix_cache,
     )
     runtime = _make_runtime_folder()
     try:
@@ -354,7 +359,9 @@ def _check_engines(engines: tuple[EngineArg, ...]) -> None:
             raise CannotStartError(f"the host of engine {engine.url} cannot be resolved: {error.strerror}") from None
 
 
-async def _read_sizes(engines: tuple[EngineArg, ...], weights: Weights, reports: Path, plugin: PluginUse) -> dict[EngineArg, Sizes]:
+async def _read_sizes(
+    engines: tuple[EngineArg, ...], weights: Weights, reports: PluginReports, plugin: PluginUse
+) -> dict[EngineArg, Sizes]:
     """Return what the engines that answer report. Agents check the others later.
 
     Raises:

@@ -142,6 +142,8 @@ class Plan:
     """True if the engines run code from requests (``--enable-custom-logit-processor``)."""
     reports: Path = Path()
     """Folder in which the plug-in inside the engines reports."""
+    shared_prefix_cache: bool = False
+    """True if versions share one prefix cache, so that the plug-in sets no key."""
     plugin: PluginUse = PluginUse.REQUIRED
     """Whether an engine serves only while its plug-in is active."""
     token_file: str | None = None
@@ -170,7 +172,8 @@ class Plan:
         gate_arguments = gate_options(self.limits, custom_logit_processors=self.custom_logit_processors)
         limits, store = limits_options(self.limits), self._store_addresses()
         children: list[Child] = []
-        plugin = ("--reports-dir", str(self.reports), *(("--plugin-optional",) if self.plugin is PluginUse.OPTIONAL else ()))
+        flags = {"--plugin-optional": self.plugin is PluginUse.OPTIONAL, "--shared-prefix-cache": self.shared_prefix_cache}
+        plugin = ("--reports-dir", str(self.reports), *(flag for flag, is_set in flags.items() if is_set))
         for each in self._engine_addresses():
             children += _engine_children(each, folders, gate_arguments, plugin)
         children += self._store_children(folders)

@@ -14,7 +14,7 @@ import click
 from sglang_rollout.api.limits_spec import Limits, written_limits
 from sglang_rollout.plugin.install import REPORTS_FOLDER, default_folder, install_plugin
 from sglang_rollout.plugin.settings import SETTINGS_VARIABLE, dump_settings
-from sglang_rollout.proxy.cli import limits_option, processors_option
+from sglang_rollout.proxy.cli import limits_option, prefix_cache_option, processors_option
 
 ADVICE = 'start it in a shell after: eval "$(sglang-rollout plugin)"'
 """What to do about an engine that runs without the plug-in."""
@@ -31,7 +31,7 @@ _CODE = "plugin"
 )
 @limits_option
 @processors_option
-@click.option("--shared-prefix-cache", is_flag=True, help="Let versions share one prefix cache (spec.engine.prefixCache: Shared).")
+@prefix_cache_option
 def command(*, folder: Path | None, limits: Limits, custom_logit_processors: bool, shared_prefix_cache: bool) -> None:
     """Install the plug-in for SGLang servers of this machine, and print the shell variables with which they must start.
 

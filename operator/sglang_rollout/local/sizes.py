@@ -8,17 +8,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 
+from sglang_rollout.agent.plugin_reports import PluginReports
 from sglang_rollout.api.weights_spec import Transport, Weights
 from sglang_rollout.bounded import MESSAGE_BYTES, open_session, read_json
 from sglang_rollout.local.plan import EngineArg
 from sglang_rollout.local.plugin import ADVICE
 from sglang_rollout.plugin.install import LOADER
-from sglang_rollout.plugin.reports import Reports, find_run, read_reports
 from sglang_rollout.sglang.sizes import count_schedulers, loads_folders, read_replicas, read_size
 
 LOADER_OPTION = f"--custom-weight-loader {LOADER}"
@@ -46,12 +45,12 @@ class Sizes:
     """Which part of the plug-in's proof is missing, as a sentence; empty if the plug-in is active."""
 
 
-async def read_sizes(engines: Sequence[EngineArg], reports: Path) -> dict[EngineArg, Sizes]:
+async def read_sizes(engines: Sequence[EngineArg], reports: PluginReports) -> dict[EngineArg, Sizes]:
     """Return the sizes of the engines that answer now. All engines are called at once.
 
     Args:
         engines: The engines.
-        reports: Folder in which the plug-in reports.
+        reports: The reports of the plug-in in engines of this machine.
 
     Raises:
         SizesError: A server is not SGLang, is too old, or needs an API key.
@@ -117,7 +116,7 @@ def with_reported_sizes(engines: Sequence[EngineArg], sizes: Mapping[EngineArg, 
     return tuple(known.get(engine, engine) for engine in engines)
 
 
-async def _read_engine_sizes(http: aiohttp.ClientSession, engine: EngineArg, reports: Path) -> Sizes | None:
+async def _read_engine_sizes(http: aiohttp.ClientSession, engine: EngineArg, reports: PluginReports) -> Sizes | None:
     try:
         async with http.get(f"{engine.url}/server_info") as answer:
             if answer.status in (401, 403):
@@ -140,8 +139,6 @@ async def _read_engine_sizes(http: aiohttp.ClientSession, engine: EngineArg, rep
     return Sizes(read_size(info, "tp_size") or 1, read_size(info, "pp_size") or 1, read_replicas(info), names, unproved)
 
 
-def _find_unproved(reports: Path, info: Mapping[str, Any]) -> str:
+def _find_unproved(reports: PluginReports, info: Mapping[str, Any]) -> str:
     """Return which part of the plug-in's proof is missing, as a sentence; empty if none. Blocks."""
-    run = find_run(reports, port=read_size(info, "port") or 0, seed=read_size(info, "random_seed") or 0)
-    found = read_reports(reports, run) if run is not None else Reports()
-    return found.missing(count_schedulers(info)) or ""
+    return reports.read(None, info).missing(count_schedulers(info), cache_key=reports.cache_key) or ""

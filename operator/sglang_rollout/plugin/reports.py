@@ -12,7 +12,6 @@ A file that ``register`` wrote would prove too little: SGLang serves without a h
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import os
 import stat
@@ -26,7 +25,8 @@ _SCHEDULER, _NAMES = "scheduler-", "names-"
 _LARGEST_REPORT = 64 * 1024
 _LARGEST_NAMES = 128 * 2**20
 """Bytes of a list of names. A checkpoint of 100,000 tensors needs about 10 MB."""
-_MOST_FILES = 4096
+MOST_FILES = 4096
+"""Files or folders that are read of one folder."""
 _MOST_TENSORS = 1_000_000
 LONGEST_TEXT = 1024
 """Characters of a text or a name in a report."""
@@ -67,6 +67,8 @@ class RequestsReport:
     pid: int
     port: int
     seed: int
+    host: str = ""
+    """Name of the host whose port it is."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,8 @@ class Reports:
             return f"The plug-in has seen a request in {len(self.schedulers)} of {schedulers} schedulers."
         for one in self.schedulers:
             if cache_key and CACHE_KEY not in one.hooks:
-                return f"The scheduler {process_label(one.dp, one.pp, one.tp)} of SGLang {one.release} sets no cache key of the version."
+                where = f"The scheduler {process_label(one.dp, one.pp, one.tp)} of SGLang {one.release}"
+                return f"{where} sets no cache key of the version, which engine.prefixCache: PerVersion needs."
         return None
 
     @property
@@ -180,28 +183,13 @@ def read_reports(folder: Path, run: str) -> Reports:
     return Reports(requests, tuple(labels[label] for label in sorted(labels)), tuple(problems), place)
 
 
-def find_run(folder: Path, *, port: int, seed: int) -> str | None:
-    """Return the newest run of the engine with this port and seed, where no start script gave the run its ID; None if there is none."""
-    found: dict[int, str] = {}
-    try:
-        with os.scandir(folder) as entries:
-            runs = {entry.name: entry.stat(follow_symlinks=False).st_mtime_ns for entry in itertools.islice(entries, _MOST_FILES)}
-    except OSError:
-        return None
-    for name, changed in runs.items():
-        requests = read_reports(folder, name).requests
-        if requests is not None and (requests.port, requests.seed) == (port, seed):
-            found[changed] = name
-    return found[max(found)] if found else None
-
-
 def _list(folder: Path) -> list[str]:
     """Return the names of the files of a folder, sorted; none if it is missing or no folder."""
     try:
         if not stat.S_ISDIR(folder.lstat().st_mode):
             return []
         with os.scandir(folder) as entries:
-            found = [entry.name for _, entry in zip(range(_MOST_FILES), entries, strict=False)]
+            found = [entry.name for _, entry in zip(range(MOST_FILES), entries, strict=False)]
     except OSError:
         return []
     return sorted(name for name in found if name.endswith(".json"))
@@ -242,7 +230,8 @@ def _number(found: Mapping[str, Any], key: str) -> int:
 
 
 def _requests_report(found: Mapping[str, Any]) -> RequestsReport:
-    return RequestsReport(_text(found, "release"), _number(found, "pid"), _number(found, "port"), _number(found, "seed"))
+    numbers = {key: _number(found, key) for key in ("pid", "port", "seed")}
+    return RequestsReport(release=_text(found, "release"), host=_text(found, "host"), **numbers)
 
 
 def _scheduler_report(found: Mapping[str, Any]) -> SchedulerReport:

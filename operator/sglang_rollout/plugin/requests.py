@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from . import bodies
-from .process import Hook, identify_process, report, settings
+from .process import Hook, identify_process, report, run, settings
 from .refusal import CHECK_FAILED
-from .reports import REQUESTS_FILE
+from .reports import REQUESTS_FILE, RequestsReport
 from .request import Facts
 from .rules import AFTER_TOKENS, RULES, Rule, check
+from .runs import delete_replaced_runs
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +86,9 @@ def _report_process(manager: Any, request: Any) -> None:
         log.error("The plug-in does not check bodies before SGLang validates them, so it proves nothing.")
         return
     try:
-        report(REQUESTS_FILE, identify_process(manager.server_args))
+        own = {**identify_process(manager.server_args), "host": socket.gethostname()}
+        if report(REQUESTS_FILE, own):
+            delete_replaced_runs(Path(settings().reports), run(), RequestsReport(**own))
     except Exception:
         log.exception("The report on requests cannot be written, so the plug-in proves nothing.")
 

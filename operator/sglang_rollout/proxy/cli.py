@@ -112,6 +112,9 @@ processors_option = click.option(
     is_flag=True,
     help="Let requests with custom_logit_processor through: the engines have --enable-custom-logit-processor.",
 )
+prefix_cache_option = click.option(
+    "--shared-prefix-cache", is_flag=True, help="Let versions share one prefix cache (spec.engine.prefixCache: Shared)."
+)
 
 
 def _address(flag: str, default: str, text: str, kind: click.ParamType[Any] = ADDRESS) -> Callable[[_F], _F]:

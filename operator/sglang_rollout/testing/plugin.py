@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import itertools
 import os
+import socket
 import uuid
 from collections.abc import Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from sglang_rollout.plugin.bodies import find_problem
-from sglang_rollout.plugin.reports import CACHE_KEY, NAMES, REQUESTS_FILE, names_file, process_label, scheduler_file, write_report
+from sglang_rollout.plugin.reports import (
+    CACHE_KEY,
+    NAMES,
+    REQUESTS_FILE,
+    RequestsReport,
+    names_file,
+    process_label,
+    scheduler_file,
+    write_report,
+)
 from sglang_rollout.plugin.request import Facts
 from sglang_rollout.plugin.rules import AFTER_TOKENS, RULES, Rule, check
+from sglang_rollout.plugin.runs import delete_replaced_runs
 from sglang_rollout.plugin.settings import read_run, read_settings
 from sglang_rollout.testing.boot import Boot
 from sglang_rollout.testing.replies import BadRequest, RefusedBody
@@ -58,15 +70,19 @@ def report_plugin(boot: Boot) -> None:
     settings, _ = read_settings(os.environ)
     if not settings.reports or not boot.setup.plugin:
         return
-    folder = os.path.join(settings.reports, read_run(os.environ) or uuid.uuid4().hex)
-    common = {"release": boot.setup.version, "pid": os.getpid(), "port": boot.port, "seed": boot.seed}
+    run = read_run(os.environ) or uuid.uuid4().hex
+    folder = os.path.join(settings.reports, run)
+    common: dict[str, Any] = {"release": boot.setup.version, "pid": os.getpid(), "port": boot.port, "seed": boot.seed}
     rows = [[name, list(held.shape), held.dtype] for name, held in boot.setup.tensors.items()]
+    hooks = [*([CACHE_KEY] if settings.cache_key else []), NAMES]
     sizes = (boot.setup.data_size, boot.setup.pipeline_size, boot.setup.tensor_size)
     for dp, pp, tp in itertools.product(*map(range, sizes)):
         label = process_label(dp, pp, tp)
         names = {"load_format": "auto", "model": "StandIn", "tensors": rows, "complete": True, "tied": False}
         write_report(folder, names_file(label), names)
-        place = {"rank": pp * sizes[2] + tp, "dp": dp, "pp": pp, "tp": tp, "hooks": [CACHE_KEY, NAMES]}
+        place = {"rank": pp * sizes[2] + tp, "dp": dp, "pp": pp, "tp": tp, "hooks": hooks}
         rest = {"names": names_file(label), "unchecked": "", "updates_refused": boot.setup.updates_refused}
         write_report(folder, scheduler_file(label), {**common, **place, **rest})
-    write_report(folder, REQUESTS_FILE, common)
+    own = {**common, "host": socket.gethostname()}
+    write_report(folder, REQUESTS_FILE, own)
+    delete_replaced_runs(Path(settings.reports), run, RequestsReport(**own))

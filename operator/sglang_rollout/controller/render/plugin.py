@@ -46,5 +46,7 @@ def engine_variable(rollout: SGLangRollout) -> Object:
 
 def agent_arguments(rollout: SGLangRollout) -> list[str]:
     """Return the arguments of the agent about the plug-in."""
-    optional = ["--plugin-optional"] if rollout.spec.engine.plugin is PluginUse.OPTIONAL else []
-    return ["--plugin-dir", names.PLUGIN_DIR, "--reports-dir", names.REPORTS_DIR, *optional]
+    engine = rollout.spec.engine
+    optional = ["--plugin-optional"] if engine.plugin is PluginUse.OPTIONAL else []
+    shared = ["--shared-prefix-cache"] if engine.prefix_cache is PrefixCache.SHARED else []
+    return ["--plugin-dir", names.PLUGIN_DIR, "--reports-dir", names.REPORTS_DIR, *optional, *shared]

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from e2e.engine import LabError, environment, make_engine
 
+from sglang_rollout.agent.plugin_reports import PluginReports
 from sglang_rollout.local.plan import EngineArg
 from sglang_rollout.local.sizes import Sizes, read_sizes
 from sglang_rollout.proxy.address import Address
@@ -48,7 +49,7 @@ async def checksums(pod: Pod) -> list[str]:
 
 async def test_an_update_reaches_both_ranks_and_a_dead_rank_ends_the_other(pair: Pair, tmp_path: Path) -> None:
     pod = pair.leader.pod
-    sizes = await read_sizes([EngineArg(Address("127.0.0.1", pair.leader.engine_port))], tmp_path)
+    sizes = await read_sizes([EngineArg(Address("127.0.0.1", pair.leader.engine_port))], PluginReports(tmp_path))
     assert [replace(found, unproved="") for found in sizes.values()] == [Sizes(2)], "what a local fleet reads at its start"
     await pod.open_with_base()
     base = await checksums(pod)

@@ -46,7 +46,8 @@ def test_a_prefix_of_older_weights_is_not_used(keyed: PluginEngine) -> None:
 
 def test_without_the_key_a_prefix_of_older_weights_is_used(engine_environment: None, tmp_path: Path) -> None:
     with start_plugin_engine(tmp_path, cache_key=False) as engine:
-        engine.wait_for_proof(1, cache_key=False)
+        found = engine.wait_for_proof(1, cache_key=False)
+        assert "sets no cache key of the version" in str(found.missing(1)), "a fleet with PerVersion keeps the gate closed"
         cached(engine)
         update(engine, "v1")
         assert cached(engine) == 399

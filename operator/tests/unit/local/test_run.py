@@ -26,6 +26,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from sglang_rollout.agent.plugin_reports import PluginReports
 from sglang_rollout.api.weights_spec import Staging, Transport, Weights
 from sglang_rollout.credentials import CredentialFile
 from sglang_rollout.local import cli
@@ -33,6 +34,7 @@ from sglang_rollout.local.plan import Child, EngineArg, parse_engine
 from sglang_rollout.local.sizes import Sizes, SizesError, check_loaders, check_sizes, read_sizes, with_reported_sizes
 from sglang_rollout.local.supervisor import ChildProcess, Supervisor
 from sglang_rollout.plugin.install import LOADER
+from sglang_rollout.plugin.settings import SETTINGS_VARIABLE, dump_settings
 from sglang_rollout.proxy.address import Address
 from sglang_rollout.sglang.api import PauseMode
 from sglang_rollout.testing import StandIn
@@ -152,12 +154,12 @@ async def test_reported_sizes_are_checked_at_the_start(
     async with TestServer(app) as server:
         engine = EngineArg(Address("127.0.0.1", server.port or 0))
         if not isinstance(found, str):
-            sizes = await read_sizes([engine], tmp_path)
+            sizes = await read_sizes([engine], PluginReports(tmp_path))
             check_sizes(sizes, Weights())
             assert sizes.get(engine) == (found and replace(found, unproved=sizes[engine].unproved))
             return
         with pytest.raises(SizesError, match=re.escape(found)):
-            check_sizes(await read_sizes([engine], tmp_path), Weights())
+            check_sizes(await read_sizes([engine], PluginReports(tmp_path)), Weights())
 
 
 def test_pipeline_and_data_parallel_engines_need_another_transport() -> None:
@@ -204,6 +206,29 @@ def test_an_engine_without_the_plug_in_is_refused_unless_it_is_accepted() -> Non
     # The proof of an engine that has ended says nothing about another engine at its port.
     with StandIn(port=proved.port, plugin=False) as engine:
         assert f"engine {engine.url} runs without the plug-in" in refused("--engine", engine.url, "--listen", f"127.0.0.1:{free_port()}")
+
+
+def test_versions_share_a_prefix_cache_only_if_the_fleet_and_its_engines_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SETTINGS_VARIABLE, dump_settings(reports=str(tmp_path), cache_key=False))
+    with StandIn() as engine:
+        assert "sets no cache key of the version" in refused("--engine", engine.url, "--listen", f"127.0.0.1:{free_port()}")
+        with running("--engine", engine.url, "--shared-prefix-cache") as url:
+            until(lambda: fleet_document(url)["serving"] == 1, 30, "the engine serves without a key")
+    port = free_port()
+    with running("--engine", f"http://127.0.0.1:{port}") as url, StandIn(port=port):
+        until(lambda: fleet_document(url)["members"][0]["reason"] == "PluginMissing", 30, "the gate is closed for want of the key")
+        assert "sets no cache key of the version" in fleet_document(url)["members"][0]["message"]
+
+
+def test_the_reports_of_engines_that_ended_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SETTINGS_VARIABLE, dump_settings(reports=str(tmp_path)))
+    with StandIn() as other, StandIn() as engine:
+        for _ in range(3):
+            engine.restart()
+        assert len(list(tmp_path.iterdir())) == 2, "one folder of each engine"
+        line = ("--engine", engine.url, "--engine", other.url)
+        with running(*line) as url:
+            until(lambda: fleet_document(url)["serving"] == 2, 30, "both engines prove that the plug-in is active")
 
 
 def test_an_engine_that_comes_later_without_the_plug_in_does_not_serve() -> None:

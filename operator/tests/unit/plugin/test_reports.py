@@ -66,7 +66,8 @@ def test_parts_that_are_missing_are_named(tmp_path: Path) -> None:
     assert str(found.missing(1)).startswith("The plug-in has not seen")
     assert found.missing(4, requests=False) == "The plug-in has seen a request in 1 of 4 schedulers."
     found = write(tmp_path, requests=REQUESTS, s_0_0_0=scheduler(hooks=[NAMES]))
-    assert found.missing(1) == "The scheduler 0-0-0 of SGLang 0.5.23 sets no cache key of the version."
+    missing = "The scheduler 0-0-0 of SGLang 0.5.23 sets no cache key of the version, which engine.prefixCache: PerVersion needs."
+    assert found.missing(1) == missing
     assert found.missing(1, cache_key=False) is None
 
 
