@@ -24,7 +24,7 @@ from sglang_rollout.batches.client import HOLD_SECONDS, NO_ENGINE, ConnectionLos
 from sglang_rollout.batches.memory import Budget, ExhaustedError, Share, TooLargeError, objects_bytes
 from sglang_rollout.batches.serving import ServingView
 from sglang_rollout.batches.split import BatchError, Item, encode, join, parse, split
-from sglang_rollout.batches.streams import BatchStream, Send, run_bounded
+from sglang_rollout.batches.streams import BatchStream, ItemError, Send, run_bounded
 from sglang_rollout.sglang.api import CHAT_COMPLETIONS, COMPLETIONS, DIRECT_PATHS, GENERATE
 from sglang_rollout.sglang.smg_limits import IGNORED_FIELDS, should_bypass_smg
 from sglang_rollout.wire.access import CALLER_HEADER, RELAYED_AUTHORIZATION_HEADER, RELAYED_CALLER_HEADER
@@ -77,16 +77,6 @@ class Parts:
 PARTS = web.AppKey("parts", Parts)
 SHARE = web.RequestKey("share", Share)
 """The memory that a request has taken."""
-
-
-class ItemError(Exception):
-    """An item of a batch failed; the whole batch gets the same answer."""
-
-    def __init__(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
-        super().__init__(f"HTTP {status}")
-        self.status = status
-        self.body = body
-        self.headers = headers
 
 
 _STATUSES: dict[type[Exception], int] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
@@ -13,12 +13,35 @@ from aiohttp import web
 
 from sglang_rollout.batches.client import ConnectionLostError
 from sglang_rollout.batches.split import add_index
+from sglang_rollout.wire.errors import read_error
 from sglang_rollout.wire.ports import VERSION_HEADER
 
 _WAITING_EVENTS = 256
 """Limit of buffered events: a slow reader slows the engines' streams and does not fill the memory."""
 _KEEPALIVE_SECONDS = 15.0
 _DONE = b"[DONE]"
+_TEMPORARY = (408, 429)
+"""Statuses below 500 after which a retry may help."""
+
+
+class ItemError(Exception):
+    """An item of a batch failed; the whole batch gets the same answer."""
+
+    def __init__(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
+        super().__init__(f"HTTP {status}")
+        self.status = status
+        self.body = body
+        self.headers = headers
+
+    @property
+    def message(self) -> str:
+        """Message of the answer, where the plug-in's code comes first; the status if the answer has none."""
+        try:
+            found = read_error(json.loads(self.body))
+        except (ValueError, AttributeError):
+            found = None
+        return str(self) if found is None else str(found)
+
 
 Send = Callable[[int], AbstractAsyncContextManager[aiohttp.ClientResponse]]
 """Sends the item of a batch with this number and yields the answer."""
@@ -86,9 +109,13 @@ class BatchStream:
     async def _write_failure(self, error: BaseException) -> web.StreamResponse:
         if self._answer is None:
             raise error
-        # No [DONE]: clients recognize an incomplete stream by its absence.
-        failure: dict[str, Any] = {"error": {"message": str(error), "type": "server_error", "code": 502, "retryable": True}}
+        status, message = (error.status, error.message) if isinstance(error, ItemError) else (502, str(error))
+        is_refused = status < 500 and status not in _TEMPORARY
+        kind = "invalid_request_error" if is_refused else "server_error"
+        failure: dict[str, Any] = {"error": {"message": message, "type": kind, "code": status, "retryable": not is_refused}}
         await self._send(b"data: " + json.dumps(failure).encode() + b"\n\n")
+        if is_refused:  # as SGLang. Else no [DONE]: clients recognize an incomplete stream by its absence.
+            await self._send(b"data: " + _DONE + b"\n\n")
         return await self._finish()
 
     async def _send(self, data: bytes) -> None:

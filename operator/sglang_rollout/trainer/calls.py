@@ -29,6 +29,7 @@ from urllib3.util.retry import Retry
 from sglang_rollout.trainer.credentials import Credentials
 from sglang_rollout.trainer.errors import FleetError, FleetRefused, FleetUnreachable, FleetUntrusted
 from sglang_rollout.trainer.forks import keep_forever, renew_after_fork
+from sglang_rollout.trainer.refusals import parse_object, read_reason
 from sglang_rollout.wire.reasons import end_sentence
 
 P = ParamSpec("P")
@@ -222,8 +223,8 @@ class Http:
         if not response.ok or reply.get("success") is False:
             fleet = reply.get("fleet")
             details = fleet if isinstance(fleet, dict) else None
-            code = reply.get("code")
-            raise FleetRefused(path, response.status_code, refusal_reason(response), details, code=code if isinstance(code, str) else None)
+            reason = read_reason(response)
+            raise FleetRefused(path, response.status_code, reason.message, details, code=reason.code)
         return reply
 
 
@@ -266,24 +267,6 @@ def read_body(response: requests.Response, path: str) -> requests.Response:
         raise FleetError(f"The answer to {path} {what}, so it is not read.")
     response._content = b"".join(parts)  # what requests sets itself if it reads the body
     return response
-
-
-def parse_object(response: requests.Response) -> dict[str, Any]:
-    """Return the JSON object of a reply; empty if the reply is something else (SGLang answers some calls with text)."""
-    try:
-        value = response.json()
-    except requests.exceptions.JSONDecodeError:
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-def refusal_reason(response: requests.Response) -> str:
-    """Return why a call was refused: the body's message, else the HTTP reason phrase, else the start of the body."""
-    reply = parse_object(response)
-    error = reply.get("error")
-    error_message = error.get("message") if isinstance(error, dict) else error
-    candidates = (reply.get("message"), error_message, response.reason, response.text[:200])
-    return next((str(text).strip() for text in candidates if text), "no reason given")
 
 
 class CancellableSession(requests.Session):

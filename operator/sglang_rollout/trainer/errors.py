@@ -60,6 +60,8 @@ class FailedPrompt:
     """Position of the prompt in the list given to ``generate``."""
     reason: str
     """Why it got no sample."""
+    code: str | None = None
+    """Code of the refusal: ``above_limit``, ``would_end_the_engine``. None: the prompt was not refused, or its refusal has no code."""
 
 
 class GenerateFailed(FleetError):
@@ -83,6 +85,11 @@ class GenerateFailed(FleetError):
         """Prompts that failed, in order, with their reasons."""
         self.cancelled = list(cancelled)
         """Indices of the prompts that ran or waited at the first failure, in order. Nothing is wrong with these prompts."""
+
+    @property
+    def code(self) -> str | None:
+        """Code of the first failed prompt; None if it has none."""
+        return self.failed[0].code if self.failed else None
 
 
 class GroupFailed(FleetError):

@@ -13,8 +13,9 @@ from typing import Any
 import requests
 
 from sglang_rollout.trainer.arguments import require
-from sglang_rollout.trainer.calls import Cancellation, Deadline, Http, refusal_reason, run_in_background
+from sglang_rollout.trainer.calls import Cancellation, Deadline, Http, run_in_background
 from sglang_rollout.trainer.errors import FailedPrompt, FleetUnreachable, GenerateFailed
+from sglang_rollout.trainer.refusals import find_error, read_reason
 from sglang_rollout.wire import find_lone_surrogate
 from sglang_rollout.wire.arguments import find_count_problem, find_flag_problem, find_seconds_problem
 from sglang_rollout.wire.reasons import end_sentence, quote_value
@@ -134,7 +135,7 @@ class _Run:
         self._running: dict[int, str] = {}
         """Why each prompt in flight has no sample yet, by the index of the prompt."""
         self._samples: dict[int, list[Sample]] = {}
-        self._failed: dict[int, str] = {}
+        self._failed: dict[int, FailedPrompt] = {}
         self._unexpected: BaseException | None = None
         """An exception that is a defect of this module."""
 
@@ -163,7 +164,7 @@ class _Run:
             if len(self._samples) == len(self._prompts):
                 return samples
             advice = "" if self._failed else self._fail_unfinished()
-            failed = [FailedPrompt(index, self._failed[index]) for index in sorted(self._failed)]
+            failed = [self._failed[index] for index in sorted(self._failed)]
             cancelled = [each.index for each in self._prompts if each.index not in self._failed and each.index not in self._samples]
             raise GenerateFailed(self._message(failed, cancelled) + advice, samples=samples, failed=failed, cancelled=cancelled)
 
@@ -182,7 +183,8 @@ class _Run:
         for prompt in self._prompts:
             if prompt.index not in self._samples:
                 last = self._running.get(prompt.index)
-                self._failed[prompt.index] = f"{late}; {last}" if last else f"{late}; it was not sent, because other prompts ran."
+                reason = f"{late}; {last}" if last else f"{late}; it was not sent, because other prompts ran."
+                self._failed[prompt.index] = FailedPrompt(prompt.index, reason)
         return " Look at GET /fleet for engines that may not serve, or raise timeout=."
 
     def _is_over(self) -> bool:
@@ -194,7 +196,7 @@ class _Run:
             try:
                 samples = self._sample(prompt)
             except _PromptRefused as error:
-                self._finish_prompt(prompt, failed=str(error))
+                self._finish_prompt(prompt, failed=FailedPrompt(prompt.index, str(error), error.code))
             except BaseException as error:  # noqa: BLE001 - raised by the calling thread
                 with self._changed:
                     self._unexpected = error
@@ -211,11 +213,11 @@ class _Run:
             self._running[prompt.index] = "the fleet has not answered."
             return prompt
 
-    def _finish_prompt(self, prompt: PromptRequest, *, samples: list[Sample] | None = None, failed: str = "") -> None:
+    def _finish_prompt(self, prompt: PromptRequest, *, samples: list[Sample] | None = None, failed: FailedPrompt | None = None) -> None:
         with self._changed:
             if samples is not None:
                 self._samples[prompt.index] = samples
-            elif failed:
+            elif failed is not None:
                 self._failed[prompt.index] = failed
             else:
                 return  # the prompt was cancelled, and stays in _running
@@ -237,9 +239,10 @@ class _Run:
             else:
                 if response.ok:
                     return parse_samples(prompt, response, with_logprobs=self._return_logprob)
-                last = f"HTTP {response.status_code}: {refusal_reason(response)}"
+                reason = read_reason(response)
+                last = f"HTTP {response.status_code}: {reason.message}"
                 if response.status_code not in RETRIED:
-                    raise _PromptRefused(f"refused with {end_sentence(last)}")
+                    raise _PromptRefused(f"refused with {end_sentence(last)}", reason.code)
                 pause = _retry_after_seconds(response) or _backoff(attempt)
             with self._changed:
                 if not self._cancellation.is_requested:  # after a cancellation the error is that of the closed socket
@@ -250,6 +253,10 @@ class _Run:
 
 class _PromptRefused(Exception):
     """A prompt that must not be retried: the fleet refused it, or its reply cannot be read."""
+
+    def __init__(self, message: str, code: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 def parse_samples(request: PromptRequest, response: requests.Response, *, with_logprobs: bool) -> list[Sample]:
@@ -268,6 +275,9 @@ def parse_samples(request: PromptRequest, response: requests.Response, *, with_l
             return [parse_sample(request, number, each, with_logprobs=with_logprobs) for number, each in enumerate(found)]
         except (AttributeError, IndexError, KeyError, TypeError) as error:
             raise _PromptRefused(f"a field of the reply is not as SGLang writes it ({error!r}): {_quote_start(response)}") from error
+    refused = find_error(response)
+    if refused is not None:
+        raise _PromptRefused(f"refused with {end_sentence(refused.message)}", refused.code)
     wanted = "1 sample" if request.samples == 1 else f"a list of {request.samples} samples"
     received = f"a list of {len(reply)}" if isinstance(reply, list) else "something else"
     raise _PromptRefused(f"the reply is {received}, not {wanted} with meta_info: {_quote_start(response)}")

@@ -48,6 +48,10 @@ class Script:
             await asyncio.sleep(float(argument))
         if what == "refuse":
             return web.json_response({"error": {"message": "temperature must be positive"}}, status=400)
+        if what == "late":
+            await asyncio.sleep(0.1)
+            refusal = "above_limit: top_logprobs_num is 2000, above the limit of 1024."
+            return web.json_response({"object": "error", "message": refusal, "type": "400", "param": None, "code": 400}, status=400)
         if what == "busy":
             return web.Response(status=503, text="full", headers={"Retry-After": "3"})
         sample = {"text": f"<{body.get('text')}>", "output_ids": body.get("input_ids", []), "meta_info": {"id": body.get("rid")}}
@@ -154,6 +158,16 @@ async def test_the_items_of_a_streamed_batch_share_one_stream(lab: Lab) -> None:
         assert [(event["text"], event["count"]) for event in events if event["index"] == index] == [(f"<{text}>", i) for i in range(3)]
     assert len(events) == 9
     assert await stream(lab, {"text": []}) == (200, ["DONE"])
+
+
+@pytest.mark.parametrize("text", [["a", "late"], ["late", "a"]])
+async def test_a_prompt_that_is_refused_after_the_stream_began_ends_it_with_its_reason(lab: Lab, text: list[str]) -> None:
+    refusal = "above_limit: top_logprobs_num is 2000, above the limit of 1024."
+    status, events = await stream(lab, {"text": text})
+    assert (status, events[-1]) == (200, "DONE")
+    assert events[-2] == {"error": {"message": refusal, "type": "invalid_request_error", "code": 400, "retryable": False}}
+    status, _, body = await lab.post("/generate", {"text": text})
+    assert (status, body["message"]) == (400, refusal)
 
 
 async def test_a_broken_stream_ends_without_done(lab: Lab) -> None:

@@ -156,11 +156,11 @@ VALID: list[tuple[str, dict[str, Any], int | None]] = [
 
 
 def send(url: str, path: str, body: Any, *, stream: bool) -> tuple[int, Any]:
-    """Return the status, and the JSON of the answer or of the events of a stream."""
+    """Return the status, and the answer: JSON, text, or the JSON of the events of a stream."""
     reply = requests.post(url + path, json={**body, "stream": True} if stream else body, timeout=60)
-    if reply.headers["Content-Type"] == "application/json":
-        return reply.status_code, reply.json()
-    assert reply.headers["Content-Type"] == "text/event-stream; charset=utf-8", reply.text
+    kind = reply.headers["Content-Type"]
+    if not kind.startswith("text/event-stream"):
+        return reply.status_code, reply.json() if kind.startswith("application/json") else reply.text
     *events, done, rest = reply.text.split("\n\n")
     assert (done, rest) == ("data: [DONE]", "")
     return reply.status_code, [json.loads(event.removeprefix("data: ")) for event in events]
