@@ -27,6 +27,7 @@ from sglang_rollout.sglang.smg_limits import GENERATE_PATTERN, OPENAI_PATTERN
 from sglang_rollout.wire import ports
 from sglang_rollout.wire.access import CALLER_HEADER
 from sglang_rollout.wire.ports import AGENT_GATE, BROKEN_HEADER, FLEET_HELD, VERSION_HEADER
+from sglang_rollout.wire.reasons import DATA_PATHS_ONLY
 
 GATE_CONNECTIONS = 4096
 """Maximum of concurrent connections of a gate, if the limit on open files allows it."""
@@ -107,7 +108,7 @@ _SENTENCES = {
 
 _ENCODED = ("encoded_path", "The path contains percent-encoded characters. Write it without them.")
 _DATA_ONLY = (
-    "data_paths_only",
+    DATA_PATHS_ONLY,
     f"This port serves requests for tokens, embeddings and scores, {MODELS}, and health. "
     "Other calls need the URL of the fleet (status.endpoints.url), which only trainers may use.",
 )

@@ -10,6 +10,7 @@
 ``import sglang_rollout.trainer`` needs no torch; the first group that is opened does.
 """
 
+from sglang_rollout.trainer.connection import connect, connect_engine
 from sglang_rollout.trainer.errors import (
     FailedPrompt,
     FleetError,
@@ -21,7 +22,7 @@ from sglang_rollout.trainer.errors import (
     PushFailed,
     SnapshotFailed,
 )
-from sglang_rollout.trainer.fleet import Fleet, connect, connect_engine
+from sglang_rollout.trainer.fleet import Fleet
 from sglang_rollout.trainer.generate import MAX_SAMPLES_PER_PROMPT, Sample, VersionSpan
 from sglang_rollout.trainer.push import DEFAULT_BUCKET_BYTES, PushResult
 from sglang_rollout.trainer.snapshots import Snapshots

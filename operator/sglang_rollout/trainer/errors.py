@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from sglang_rollout.trainer.generate import Sample
 
 _TEMPORARY = frozenset({HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT})
+_PASSING_4XX = frozenset({HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_EARLY, HTTPStatus.TOO_MANY_REQUESTS})
 _RETRYABLE = frozenset({UpdateReason.ENGINE_FAILED, UpdateReason.ENGINE_LOST, UpdateReason.COORDINATOR_RESTARTED, UpdateReason.STORE_LOST})
 NOTHING_SENT = "Nothing was sent, and the fleet is unchanged."
 
@@ -50,6 +51,13 @@ class FleetRefused(FleetError):
 def is_temporary(error: FleetError) -> bool:
     """Return True if the same call may succeed a little later: the fleet did not answer, or it cannot take the call now."""
     return isinstance(error, FleetUnreachable) or (isinstance(error, FleetRefused) and error.status in _TEMPORARY)
+
+
+def is_permanent(error: FleetError) -> bool:
+    """Return True if the same call gets the same refusal later, too."""
+    if not isinstance(error, FleetRefused):
+        return False
+    return error.status == HTTPStatus.NOT_IMPLEMENTED or (400 <= error.status < 500 and error.status not in _PASSING_4XX)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import logging
 import operator
-import os
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn, Self, get_args
 
 from pydantic import ValidationError
 
-from sglang_rollout.trainer.arguments import check_group_options, check_push, require
-from sglang_rollout.trainer.calls import Deadline, Http
-from sglang_rollout.trainer.credentials import find_credentials
+from sglang_rollout.trainer.arguments import check_group_options, check_push
+from sglang_rollout.trainer.calls import Http
 from sglang_rollout.trainer.deltas import LastUpload
-from sglang_rollout.trainer.errors import FleetError, FleetUnreachable, FleetUntrusted, GroupFailed, PushFailed
+from sglang_rollout.trainer.errors import (
+    FleetError,
+    GroupFailed,
+    PushFailed,
+)
 from sglang_rollout.trainer.generate import Sample, SamplingParams, generate
 from sglang_rollout.trainer.group_control import OPEN_SECONDS, GroupControl, GroupOptions
 from sglang_rollout.trainer.push import (
@@ -36,7 +37,6 @@ from sglang_rollout.trainer.ranks import MARGIN_SECONDS, Ranks, follow
 from sglang_rollout.trainer.snapshots import HostBytes, Snapshots, Staging
 from sglang_rollout.trainer.tensors import NamedTensors, Shapes, Source, Specs
 from sglang_rollout.trainer.upload import COMMIT_STEPS, Upload, Wait
-from sglang_rollout.wire.arguments import find_flag_problem, find_seconds_problem, find_text_problem
 from sglang_rollout.wire.ports import FLEET, FLEET_TENSORS
 from sglang_rollout.wire.trainer import TRANSPORT_STAGED, FleetDocument, ModelTensors
 
@@ -51,81 +51,6 @@ RETRY_SECONDS = 1.0
 """Pause before a push is sent again: the fleet has noticed a lost engine by then."""
 TENSORS_SECONDS = 40.0
 """Timeout of reading the model's tensors: an engine's pod may take 30 s to read the headers of all files."""
-
-
-def connect(
-    url: str,
-    *,
-    timeout: float = 300.0,
-    snapshots: Snapshots | None = None,
-    token: str | None = None,
-    token_file: str | os.PathLike[str] | None = None,
-    ca: str | os.PathLike[str] | None = None,
-    delta: bool = False,
-) -> Fleet:
-    """Wait until the fleet can take weights, which needs at least one engine that is up. Return a handle on the fleet.
-
-    Args:
-        url: The fleet's URL: ``http://<name>-router:30000``. With ``http://<name>-generate:30005`` only ``generate`` works.
-            ``https`` if the fleet has a certificate (``spec.security.tls``).
-        timeout: Seconds to wait.
-        snapshots: Which pushes are also written to disk. None: no push.
-        token: Token of each call, for a fleet that does not know the trainer by its pod (``spec.security``).
-            None: of ``token_file``, or else of the variables ``SGLANG_ROLLOUT_TOKEN_FILE`` or ``SGLANG_ROLLOUT_TOKEN``.
-        token_file: File with the token, which is read at each call.
-        ca: File with the certificates of authorities that are trusted for an ``https`` URL.
-            None: of the variables ``SGLANG_ROLLOUT_CA``, ``REQUESTS_CA_BUNDLE``, ``CURL_CA_BUNDLE`` or ``SSL_CERT_FILE``,
-            or else those of ``requests``.
-        delta: True: keep the bytes of each upload in host memory (``weights.transport: Staged``), and let the next one send only what
-            has changed. The fleet holds exactly the same bytes as after a complete upload.
-
-    Raises:
-        ValueError: An argument is wrong.
-        FleetError: Both ``token`` and ``token_file`` are given.
-        FleetUnreachable: The fleet did not become healthy in time.
-        FleetUntrusted: The certificate of the URL is not accepted.
-    """
-    require(
-        find_text_problem(url, "url") if url != "" else None,
-        find_seconds_problem(timeout, "timeout"),
-        find_flag_problem(delta, "delta"),
-        None
-        if snapshots is None or isinstance(snapshots, Snapshots)
-        else f"snapshots is {snapshots!r}; expected Snapshots(directory, ...).",
-    )
-    credentials = find_credentials(token, token_file, ca)
-    if credentials.ca is not None and not Path(credentials.ca).exists():
-        raise FleetError(f"There is no file {credentials.ca!r} with certificates of authorities (ca=, or the variable SGLANG_ROLLOUT_CA).")
-    http = Http(url, credentials)
-    deadline = Deadline(timeout)
-    last_answer = "none."
-    while True:
-        try:
-            http.get("/health", timeout=min(INFO_SECONDS, max(deadline.remaining, 1.0)))
-            return Fleet(http, snapshots=snapshots, delta=delta)
-        except FleetUntrusted:
-            http.close()
-            raise
-        except FleetError as error:
-            last_answer = str(error)
-        if deadline.has_passed:
-            http.close()
-            raise FleetUnreachable(
-                f"The fleet at {url} did not become healthy within {timeout:.0f} s. The last answer: {last_answer} "
-                "Check the URL, and the engines with `kubectl get sglr`."
-            )
-        time.sleep(min(1.0, deadline.remaining))
-
-
-def connect_engine(url: str) -> Fleet:
-    """Return a handle on one engine of a fleet, to sample from this engine. Only ``generate`` works on the handle.
-
-    An engine that may not serve answers 503.
-
-    Args:
-        url: URL of the engine: ``members[].url`` of the discovery document.
-    """
-    return Fleet(Http(url))
 
 
 class Fleet:

@@ -12,6 +12,8 @@ from typing import Any, Self
 
 MAX_PHRASE_CHARACTERS = 200
 """Longest reason phrase in a status line."""
+DATA_PATHS_ONLY = "data_paths_only"
+"""Code of a refusal at the URL that serves data paths only."""
 MAX_QUOTED_CHARACTERS = 120
 """Characters of a value that a message quotes."""
 

@@ -33,7 +33,7 @@ def test_a_replaced_file_is_read_again(fake: FakeFleet, tmp_path: Path) -> None:
         token.unlink()
         with pytest.raises(FleetError, match="cannot be read"):
             fleet.document()
-    assert fake.authorizations == ["Bearer first", "Bearer second"]
+    assert fake.authorizations == ["Bearer first", "Bearer first", "Bearer second"]
 
 
 def test_variables_apply_where_no_argument_is_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

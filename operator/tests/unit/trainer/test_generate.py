@@ -6,8 +6,9 @@ import time
 
 import pytest
 
-from sglang_rollout.trainer import FleetError, FleetUnreachable, GenerateFailed, VersionSpan, connect
-from tests.unit.trainer.support.scripted_fleet import FakeFleet, Script
+from sglang_rollout.testing import StandIn
+from sglang_rollout.trainer import FleetError, FleetRefused, FleetUnreachable, GenerateFailed, VersionSpan, connect
+from tests.unit.trainer.support.scripted_fleet import FakeFleet, Reply, Script
 
 
 def reply(text: str, **meta: object) -> dict[str, object]:
@@ -28,10 +29,11 @@ def test_samples_keep_the_order_of_the_prompts(fake: FakeFleet) -> None:
 
 def test_at_the_url_for_data_paths_generation_needs_no_control_path(fake: FakeFleet) -> None:
     del fake.replies["/fleet"]
+    fake.replies["/fleet/health"] = (403, {"error": {"code": "data_paths_only", "message": "This port serves requests for tokens"}})
     fake.replies["/generate"] = (200, reply("x"))
     with connect(fake.url, timeout=5) as fleet:
         assert [sample.text for sample in fleet.generate(["p"])] == ["x"]
-    assert set(fake.counts) == {"/health", "/generate"}
+    assert set(fake.counts) == {"/fleet/health", "/health", "/generate"}
 
 
 def test_prompts_are_sent_concurrently(fake: FakeFleet) -> None:
@@ -97,6 +99,37 @@ def test_connect_reports_the_last_answer(fake: FakeFleet) -> None:
     fake.replies["/health"] = (503, {"message": "no engine is up yet"})
     with pytest.raises(FleetUnreachable, match=r"did not become healthy within 1 s.*no engine is up yet"):
         connect(fake.url, timeout=1)
+
+
+@pytest.mark.parametrize(("status", "path"), [(401, "/fleet/health"), (403, "/fleet/health"), (403, "/health"), (400, "/fleet/health")])
+def test_connect_raises_a_permanent_refusal_at_once(fake: FakeFleet, status: int, path: str) -> None:
+    fake.replies[path] = (status, {"message": "pods of namespace other may not call", "code": "Forbidden"})
+    with pytest.raises(FleetRefused, match=f"refused {path} with HTTP {status}: pods of namespace other may not call") as raised:
+        connect(fake.url, timeout=60)
+    assert fake.counts[path] == 1
+    assert (raised.value.status, raised.value.code) == (status, "Forbidden")
+    assert ("Pass token= or token_file=" in str(raised.value)) == (status in (401, 403) and path == "/fleet/health")
+
+
+@pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504])
+def test_connect_repeats_a_refusal_that_passes(fake: FakeFleet, status: int) -> None:
+    fake.replies["/fleet/health"] = [(status, {"message": "later"}), (200, {"status": "ok", "term": 1})]
+    connect(fake.url, timeout=10).close()
+
+
+@pytest.mark.parametrize(
+    "reply", [(404, {"detail": "Not Found"}), (405, {}), (501, {}), (200, {}), (200, "<html>")], ids=["404", "405", "501", "empty", "page"]
+)
+def test_connect_refuses_an_url_that_is_not_of_a_fleet_at_once(fake: FakeFleet, reply: Reply) -> None:
+    fake.replies["/fleet/health"] = reply
+    with pytest.raises(FleetRefused, match=r"is not the URL of a rollout fleet\. Use the URL of its router"):
+        connect(fake.url, timeout=60)
+    assert fake.counts["/fleet/health"] == 1
+
+
+def test_connect_refuses_the_url_of_one_engine() -> None:
+    with StandIn() as engine, pytest.raises(FleetRefused, match=r"If this is one engine, connect_engine\(url\) samples from it\."):
+        connect(engine.url, timeout=60)
 
 
 def test_connect_fails_if_no_server_listens() -> None:

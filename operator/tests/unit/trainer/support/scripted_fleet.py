@@ -46,7 +46,11 @@ class FakeFleet:
     """
 
     def __init__(self) -> None:
-        self.replies: dict[str, Script | list[Script]] = {"/health": (200, {}), "/fleet": (200, document())}
+        self.replies: dict[str, Script | list[Script]] = {
+            "/health": (200, {}),
+            "/fleet": (200, document()),
+            "/fleet/health": (200, {"status": "ok", "term": 1}),
+        }
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.counts: dict[str, int] = defaultdict(int)
         self.connections = 0
