@@ -28,9 +28,21 @@ _ASK = (
 PUSH, FORWARD = ((pathlib.Path(__file__).parent / name).read_text() for name in ("push.py", "forward.py"))
 
 
-def push(kubectl: Kubectl, rollout: str, version: str, seed: int, model: str = "/models/tiny") -> dict[str, Any]:
-    """Push new weights from the client pod and return what each engine then answers. Seed 0 pushes the model's own weights."""
-    words = [f"http://{rollout}-router:30000", version, str(seed), "", model]
+def push(
+    kubectl: Kubectl, rollout: str, version: str, seed: int, model: str = "/models/tiny", *, prefix: str = "", check: bool = True
+) -> dict[str, Any]:
+    """Push new weights from the client pod and return what each engine then answers. Seed 0 pushes the model's own weights.
+
+    Args:
+        kubectl: The namespace of the fleet.
+        rollout: Name of the rollout.
+        version: Label of the version.
+        seed: Seed of the weights.
+        model: Folder of the model.
+        prefix: Prepended to the name of each tensor.
+        check: False: the client does not compare the tensors with the engines' model (``check_model``).
+    """
+    words = [f"http://{rollout}-router:30000", version, str(seed), "" if check else "unchecked", model, prefix]
     out = kubectl.exec("client", "python", "-", *words, stdin=PUSH, timeout=240)
     return dict(json.loads(out.strip().splitlines()[-1]))
 

@@ -1,7 +1,9 @@
-"""Runs in a pod: push the tiny model plus seeded noise (none for seed 0), then ask every engine directly. Prints one line of JSON.
+"""Runs in a pod: push the tiny model plus seeded noise (none for seed 0), then ask each engine that serves. Prints one line of JSON.
 
-usage: python - URL VERSION SEED [stall | pause | ""] [MODEL]
+usage: python - URL VERSION SEED [stall | pause | unchecked | ""] [MODEL] [PREFIX]
 
+PREFIX: prepended to the name of each tensor.
+unchecked: push with check_model=False.
 stall: print {"pid": …} instead of sending the tensors that the engines wait for.
 pause: open a process group, pause the fleet, print {"pid": …}, and wait.
 """
@@ -31,6 +33,7 @@ def stop(*_: object, **__: object) -> None:
 MODEL = sys.argv[5] if len(sys.argv) > 5 else "/models/tiny"
 torch.manual_seed(seed)
 weights = load_file(f"{MODEL}/model.safetensors")
+prefix = sys.argv[6] if len(sys.argv) > 6 else ""
 if seed:
     weights = {name: tensor + 0.05 * torch.randn_like(tensor) for name, tensor in weights.items()}
 
@@ -42,13 +45,14 @@ with connect(url) as fleet:
         fleet.open_group()
         requests.post(f"{url}/pause_generation", json={"mode": "retract"}, timeout=30).raise_for_status()
         stop()
-    result = fleet.push(weights.items(), version=version)
+    named = {prefix + name: tensor for name, tensor in weights.items()}
+    result = fleet.push(named, version=version, check_model=manner != "unchecked")
     answers = {}
-    for member in fleet.document().members:
+    for member in (member for member in fleet.document().members if member.gate_open):
         reply = requests.post(
             f"{member.url}/generate",
             json={"input_ids": [11, 22, 33], "sampling_params": {"temperature": 0, "max_new_tokens": 8}},
             timeout=60,
         ).json()
         answers[member.name] = {"ids": reply["output_ids"], "version": reply["meta_info"]["weight_version"]}
-print(json.dumps({"version": version, "epoch": result.epoch, "engines": answers}))
+print(json.dumps({"version": version, "epoch": result.epoch, "unchecked": result.unchecked, "engines": answers}))
