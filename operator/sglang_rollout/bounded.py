@@ -11,6 +11,8 @@ from typing import Any
 
 import aiohttp
 
+from sglang_rollout.keepalive import open_socket
+
 KIB = 2**10
 MIB = 2**20
 ERROR_BYTES = 64 * KIB
@@ -24,10 +26,16 @@ class AnswerTooLargeError(aiohttp.ClientError):
     """An answer is larger than an honest process would send, or compressed."""
 
 
+def open_connector(**options: Any) -> aiohttp.TCPConnector:
+    """Return a connector whose connections notice a lost peer, with further arguments of ``aiohttp.TCPConnector``."""
+    return aiohttp.TCPConnector(socket_factory=open_socket, **options)
+
+
 def open_session(**options: Any) -> aiohttp.ClientSession:
     """Return a session that asks for plain answers and decompresses none, with further arguments of ``aiohttp.ClientSession``."""
     headers = {"Accept-Encoding": "identity", **(options.pop("headers", None) or {})}
-    return aiohttp.ClientSession(headers=headers, auto_decompress=False, **options)
+    connector = options.pop("connector", None) or open_connector()
+    return aiohttp.ClientSession(headers=headers, auto_decompress=False, connector=connector, **options)
 
 
 async def read_answer(answer: aiohttp.ClientResponse, limit: int) -> bytes:

@@ -18,7 +18,7 @@ from aiohttp import web
 from sglang_rollout.agent import events as ev
 from sglang_rollout.agent.agent import Agent
 from sglang_rollout.agent.authorities import Authorities
-from sglang_rollout.bounded import MESSAGE_BYTES, open_session, read_answer
+from sglang_rollout.bounded import MESSAGE_BYTES, open_connector, open_session, read_answer
 from sglang_rollout.credentials import Credentials
 from sglang_rollout.internal.proven_calls import require_proof
 from sglang_rollout.internal.requests import Handler, check_term, refuse
@@ -97,7 +97,7 @@ class Relay:
 
     async def __aenter__(self) -> Self:
         # No limit: an abort must not wait for the call that it unblocks.
-        self._http = open_session(connector=aiohttp.TCPConnector(limit=0))
+        self._http = open_session(connector=open_connector(limit=0))
         return self
 
     async def __aexit__(self, *_: object) -> None:

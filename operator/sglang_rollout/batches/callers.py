@@ -12,7 +12,7 @@ from typing import Self
 import aiohttp
 from aiohttp import web
 
-from sglang_rollout.bounded import ERROR_BYTES, open_session, read_answer
+from sglang_rollout.bounded import ERROR_BYTES, open_connector, open_session, read_answer
 from sglang_rollout.wire.access import CALLER_HEADER, RELAYED_CALLER_HEADER
 from sglang_rollout.wire.ports import FLEET_CALLER
 
@@ -34,7 +34,7 @@ class CallerCheck:
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
-        connector = aiohttp.TCPConnector(limit=_CONNECTIONS)
+        connector = open_connector(limit=_CONNECTIONS)
         self._session = open_session(connector=connector, timeout=aiohttp.ClientTimeout(total=_ANSWER_SECONDS))
         return self
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import socket
 from collections.abc import Mapping
 from typing import Self
 
 import aiohttp
+
+from sglang_rollout.bounded import open_connector, open_session
 
 MAX_BATCH_PROMPTS = 1024
 """Prompts of all batches that are sent at a time. Each takes a connection to smg, and another from smg to a gate.
@@ -25,9 +26,6 @@ _CONNECT_SECONDS = 5.0
 _RETRY_SECONDS = 0.5
 _KEEPALIVE_SECONDS = 25.0
 """Shorter than smg's 90 s, so that smg never closes a connection that is about to be used."""
-_PROBE_SECONDS, _PROBES = 10, 3
-_LOST_SECONDS = 60
-"""Time until a connection breaks if the other node acknowledges nothing. Running requests have no other deadline."""
 
 
 class UnreachableError(Exception):
@@ -51,10 +49,9 @@ class GenerateClient:
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS, socket_factory=open_socket)
+        connector = open_connector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS)
-        # Answers are forwarded unchanged, so they are not decompressed here.
-        self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
+        self._session = open_session(connector=connector, timeout=timeout)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -83,18 +80,3 @@ class GenerateClient:
                 await asyncio.sleep(_RETRY_SECONDS)
             except (aiohttp.ClientError, OSError) as error:
                 raise ConnectionLostError(f"The connection to {url} broke before the answer ({type(error).__name__}).") from None
-
-
-def open_socket(address: aiohttp.AddrInfoType) -> socket.socket:
-    """Return a socket whose connection breaks within about a minute if the other node is lost.
-
-    Idle connections are probed. ``TCP_USER_TIMEOUT`` covers requests that were written and not acknowledged.
-    """
-    family, kind, protocol, *_ = address
-    opened = socket.socket(family, kind, protocol)
-    opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _LOST_SECONDS - _PROBES * _PROBE_SECONDS)
-    opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_SECONDS)
-    opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
-    opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _LOST_SECONDS * 1000)
-    return opened

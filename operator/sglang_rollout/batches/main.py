@@ -25,6 +25,7 @@ from sglang_rollout.batches.serving import ServingView
 from sglang_rollout.logs import configure_logging, logging_options
 from sglang_rollout.proxy.address import Address
 from sglang_rollout.proxy.cli import ADDRESS, limits_option
+from sglang_rollout.proxy.listen import listen
 from sglang_rollout.wire.ports import BATCHES_HEALTH, BATCHES_METRICS, BATCHES_PORT, COORDINATOR_PORT, MEMORY_VARIABLE, SMG_PORT
 
 log = logging.getLogger(__name__)
@@ -66,7 +67,7 @@ async def serve(options: Options) -> None:
         runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=options.shutdown_seconds)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
-        await web.TCPSite(runner, options.listen.host, options.listen.port).start()
+        await listen(runner, options.listen)
         log.info("the batch server listens on %s; bodies and answers may take %d MiB of memory", options.listen, parts.budget.total >> 20)
         await asyncio.Event().wait()
 

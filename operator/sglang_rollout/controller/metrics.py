@@ -9,6 +9,9 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.aiohttp import make_aiohttp_handler
 
+from sglang_rollout.proxy.address import Address
+from sglang_rollout.proxy.listen import listen
+
 PREFIX = "sglang_rollout_operator"
 READ_VERBS = ("get", "list", "watch")
 WRITE_VERBS = ("apply", "patch", "create", "delete")
@@ -119,7 +122,7 @@ async def serve(app: web.Application, port: int) -> AsyncIterator[None]:
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_SECONDS)
     await runner.setup()
     try:
-        await web.TCPSite(runner, None, port).start()
+        await listen(runner, Address("::", port))
         yield
     finally:
         await runner.cleanup()

@@ -17,7 +17,7 @@ import aiohttp
 from tenacity import AsyncRetrying, RetryError, retry_if_exception_type, stop_after_delay, wait_exponential
 from yarl import URL
 
-from sglang_rollout.bounded import MESSAGE_BYTES, MIB, open_session
+from sglang_rollout.bounded import MESSAGE_BYTES, MIB, open_connector, open_session
 from sglang_rollout.coordinator.agent_replies import parse_json, parse_result
 from sglang_rollout.coordinator.tickets import complete_bodies, read_ticket, upload_ticket
 from sglang_rollout.coordinator.update.events import Result, Send
@@ -97,7 +97,7 @@ class Agents:
     async def start(self) -> None:
         """Open the connection pool."""
         # No limit, because a call that waits for a connection would look like a slow engine.
-        connector = aiohttp.TCPConnector(limit=0)
+        connector = open_connector(limit=0)
         timeout = aiohttp.ClientTimeout(connect=CONNECT_DEADLINE_SECONDS)
         self._session = open_session(connector=connector, timeout=timeout)
 

@@ -11,6 +11,7 @@ from importlib import resources
 import jinja2
 
 from sglang_rollout.api.limits_spec import Limits
+from sglang_rollout.keepalive import IDLE_SECONDS, LOST_SECONDS, PROBE_SECONDS, PROBES
 from sglang_rollout.proxy.address import Address, Endpoint, UnixSocket
 from sglang_rollout.proxy.gate_map import (
     ADAPTERS_KEY,
@@ -399,6 +400,7 @@ def _shared(maxconn: int, request_bytes: int) -> dict[str, object]:
     too_large = f"The body has more than {request_bytes} bytes; engine.limits.requestBytes raises it."
     return {
         "maxconn": maxconn,
+        "keepalive": {"idle": IDLE_SECONDS, "interval": PROBE_SECONDS, "probes": PROBES, "lost": LOST_SECONDS},
         "other_connections": _METRICS_CONNECTIONS + _PROBE_CONNECTIONS,
         "body_seconds": _BODY_SECONDS,
         "refusals": _REFUSALS,

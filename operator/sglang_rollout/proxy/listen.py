@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from aiohttp import web
 
+from sglang_rollout.keepalive import keep_alive
 from sglang_rollout.proxy.address import Endpoint, UnixSocket
 
 
@@ -13,4 +14,7 @@ async def listen(runner: web.BaseRunner, endpoint: Endpoint) -> None:
         await web.UnixSite(runner, endpoint.path).start()
     else:
         # asyncio would listen at :: without IPv4, and fail if the kernel has no IPv6.
-        await web.TCPSite(runner, None if endpoint.host == "::" else endpoint.host, endpoint.port).start()
+        site = web.TCPSite(runner, None if endpoint.host == "::" else endpoint.host, endpoint.port)
+        await site.start()
+        for each in getattr(site._server, "sockets", ()):
+            keep_alive(each)

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from sglang_rollout.bounded import MIB, AnswerTooLargeError, open_session, read_answer
+from sglang_rollout.bounded import MIB, AnswerTooLargeError, open_connector, open_session, read_answer
 from sglang_rollout.sglang.api import (
     FIRST_WITH_PING,
     FIRST_WITH_SESSIONS,
@@ -92,7 +92,7 @@ class EngineClient:
         self._has_update_sessions: bool | None = None
 
     async def __aenter__(self) -> Self:
-        self._http = open_session(connector=aiohttp.TCPConnector(keepalive_timeout=_KEEP_ALIVE_SECONDS, limit=0))
+        self._http = open_session(connector=open_connector(keepalive_timeout=_KEEP_ALIVE_SECONDS, limit=0))
         return self
 
     async def __aexit__(self, *_: object) -> None:

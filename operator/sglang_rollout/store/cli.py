@@ -13,7 +13,7 @@ import aiohttp
 import click
 from aiohttp import web
 
-from sglang_rollout.bounded import open_session
+from sglang_rollout.bounded import open_connector, open_session
 from sglang_rollout.credentials import Credentials
 from sglang_rollout.internal.options import read_token_file
 from sglang_rollout.logs import configure_logging, logging_options
@@ -134,7 +134,7 @@ async def run(settings: Settings) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    async with open_session(timeout=_TIMEOUT, connector=aiohttp.TCPConnector(limit=0)) as session:
+    async with open_session(timeout=_TIMEOUT, connector=open_connector(limit=0)) as session:
         await _serve(settings, session, stop)
 
 

@@ -26,6 +26,7 @@ from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
 from urllib3.util.retry import Retry
 
+from sglang_rollout.keepalive import CLIENT_OPTIONS
 from sglang_rollout.trainer.credentials import Credentials
 from sglang_rollout.trainer.errors import FleetError, FleetRefused, FleetUnreachable, FleetUntrusted
 from sglang_rollout.trainer.forks import keep_forever, renew_after_fork
@@ -372,7 +373,7 @@ class _TrackingAdapter(HTTPAdapter):
         super().__init__(**options)
 
     def init_poolmanager(self, *args: Any, **options: Any) -> None:
-        super().init_poolmanager(*args, **options)
+        super().init_poolmanager(*args, socket_options=[*HTTPConnection.default_socket_options, *CLIENT_OPTIONS], **options)
         self.poolmanager.pool_classes_by_scheme = self._pools
 
 

@@ -43,7 +43,7 @@ _CODES = {
 def open_session() -> aiohttp.ClientSession:
     """Return a session for copies from parents."""
     timeout = aiohttp.ClientTimeout(total=None, connect=_CONNECT_SECONDS, sock_read=_SILENT_SECONDS)
-    return bounded.open_session(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
+    return bounded.open_session(timeout=timeout, connector=bounded.open_connector(limit=0))
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,7 @@ from sglang_rollout.wire.ports import (
     FRONT_HEALTH,
 )
 from tests.contract.support.agent_pod import Process, until
+from tests.support.keepalive import read_connections
 from tests.support.ports import free_port
 
 pytestmark = pytest.mark.router
@@ -148,6 +149,18 @@ async def front(tmp_path: Path) -> AsyncIterator[Front]:
         await process.end()
         for part in parts:
             await part.stop()
+
+
+async def test_silent_connections_are_probed(front: Front) -> None:
+    """Else NAT or a load balancer forgets the connection of a client that waits for a long answer."""
+    for url in (front.url, front.generate):
+        port = int(url.rsplit(":", 1)[1])
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.sleep(0.2)
+        probes = [seconds for is_server, seconds in read_connections(port) if is_server]
+        assert probes
+        assert all(seconds is not None and seconds <= 60 for seconds in probes), probes
+        writer.close()
 
 
 @pytest.mark.parametrize("path", ["/%67enerate", "/v1%2Fcompletions", "/%76%31/models/m", "/flush_cach%65"])
