@@ -61,7 +61,7 @@ def test_judge_answers_with_its_initial_weights_after_each_sleep(kubectl: Kubect
             eventually("the fleet generates", lambda: generate(url).ok)
             answers = [generate(url).json() for _ in range(6)]
             assert [answer["output_ids"] for answer in answers] == [expected] * 6
-            eventually("the rollout is Ready", lambda: ready(kubectl)["status"] == "True")
+            eventually("the rollout serves", lambda: ready(kubectl)["reason"] == "AllServing")
             with pytest.raises(Refused, match="keeps the weights that it was started with"):
                 push(kubectl, judge, "1", seed=1)
             assert generate(url).json()["output_ids"] == expected

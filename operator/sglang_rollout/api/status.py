@@ -412,6 +412,8 @@ class Reason(StrEnum):
     """The last weight update failed."""
     PARTLY_COMMITTED = "PartlyCommitted"
     """The last weight update was committed without some engines (`weights.minCommitted`)."""
+    FIELDS_CONTESTED = "FieldsContested"
+    """Another client keeps changing an object of the rollout, and the operator keeps restoring it."""
     NODES_AVOIDED = "NodesAvoided"
     """New engine pods are kept off a node (`scheduling.avoidNodes`)."""
     ADAPTER_FAILED = "AdapterFailed"

@@ -6,10 +6,12 @@ import logging
 from dataclasses import dataclass
 
 from sglang_rollout.api.status import Reason
-from sglang_rollout.controller.decide.drift import Ownership, read_ownership
+from sglang_rollout.controller.decide.contest import Memory, note_apply
+from sglang_rollout.controller.decide.drift import read_ownership
 from sglang_rollout.controller.decide.names_taken import describe_taken_names, is_foreign
 from sglang_rollout.controller.decide.plan import WORKLOADS, Apply, Delete, Failure, Plan
 from sglang_rollout.controller.render.fleet_objects import token_of, with_token
+from sglang_rollout.controller.render.hashing import digest
 from sglang_rollout.kube.client import Kube
 from sglang_rollout.kube.errors import Conflict, NotFound, Refused
 from sglang_rollout.kube.resources import SECRETS, SERVICEACCOUNTS, Object, find_resource, resource_of
@@ -27,8 +29,8 @@ class Outcome:
     """Why the first failed action failed; None if all succeeded."""
 
 
-async def execute_plan(kube: Kube, namespace: str, plan: Plan, ownership: Ownership) -> Outcome:
-    """Run the actions in order, and record in ``ownership`` what the operator owns after each apply.
+async def execute_plan(kube: Kube, namespace: str, plan: Plan, memory: Memory, now: str) -> Outcome:
+    """Run the actions in order, and record each apply in ``memory``.
 
     If an object of another owner has the name of a child, nothing is written: the workloads would use that object.
 
@@ -44,14 +46,21 @@ async def execute_plan(kube: Kube, namespace: str, plan: Plan, ownership: Owners
         for action in plan.actions:
             if isinstance(action, Delete):
                 await _run_delete(kube, namespace, action, progress)
+                memory.restores.pop((action.kind, action.name), None)
             elif progress.may_apply(action):
                 found = await _apply(kube, action, live.get(_identity(action.object)))
                 progress.note_apply(action, found)
                 if not isinstance(found, Failure):
-                    ownership[found["metadata"].get("uid", "")] = read_ownership(found)
+                    _remember_apply(memory, action, found, now)
     finally:
         _log_writes(namespace, progress.done)
     return Outcome(len(progress.done), progress.apply_failure or progress.delete_failure)
+
+
+def _remember_apply(memory: Memory, action: Apply, found: Object, now: str) -> None:
+    memory.ownership[found["metadata"].get("uid", "")] = read_ownership(found)
+    key = _identity(action.object)
+    memory.restores[key] = note_apply(memory.restores.get(key), digest(action.object), now, action.rival)
 
 
 class _Progress:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial, wraps
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import click
@@ -28,6 +29,7 @@ from sglang_rollout.controller.metrics import Key, Metrics, build_health_app, bu
 from sglang_rollout.controller.reconcile import Reconciler
 from sglang_rollout.controller.render.common import Settings
 from sglang_rollout.controller.render.names import FIELD_MANAGER
+from sglang_rollout.controller.standing import Standing
 from sglang_rollout.controller.triggers import OutageFilter, relist_periodically, watch_rollouts
 from sglang_rollout.controller.workers import Workers
 from sglang_rollout.controller.workqueue import WorkQueue
@@ -49,6 +51,9 @@ WORKERS = 4
 """Concurrent reconciles. A reconcile takes a dozen small reads, so four workers suffice for hundreds of rollouts."""
 RELIST_SECONDS = 300.0
 """Period after which every rollout is reconciled without an event, so that correctness never depends on a watch."""
+
+POD_NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+"""The kubelet writes it into pods with a ServiceAccount's token."""
 
 _ENV = "SGLANG_ROLLOUT"
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -250,7 +255,9 @@ async def run(settings: OperatorSettings) -> None:
         queue: WorkQueue[Key] = WorkQueue()
         events = EventPoster(kube, component=FIELD_MANAGER, instance=_reporting_instance(), now=utc_now)
         reconciler = Reconciler(kube, settings.render, settings.allowed, events=events, metrics=metrics, now=utc_now)
-        workers = Workers(queue, reconciler.reconcile, metrics=metrics)
+        standing = Standing(kube, reconciler.reconcile, identity=_identity(), wake=queue.add, events=events, metrics=metrics)
+        stack.push_async_callback(standing.close)
+        workers = Workers(queue, standing.reconcile, metrics=metrics)
         metrics.follow_queue(queue)
         stack.callback(queue.close)
         # The health server starts before anything that waits: the kubelet must not kill the operator while the API server is slow.
@@ -274,6 +281,13 @@ async def _serve(stack: AsyncExitStack, settings: OperatorSettings, metrics: Met
             await stack.enter_async_context(serve(app, port))
         except OSError as error:
             raise StartupError(f"port {port} for {what} cannot be used: {error}; choose another --{what}-port") from error
+
+
+def _identity() -> str:
+    """Return the name that the Leases have. A pod keeps it when its container restarts; a process of a developer has its own."""
+    if POD_NAMESPACE_FILE.is_file():
+        return f"{POD_NAMESPACE_FILE.read_text().strip()}/{_reporting_instance()}"
+    return f"{_reporting_instance()}/{os.getpid()}"
 
 
 def _reporting_instance() -> str:

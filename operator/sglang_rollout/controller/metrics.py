@@ -16,7 +16,7 @@ PREFIX = "sglang_rollout_operator"
 READ_VERBS = ("get", "list", "watch")
 WRITE_VERBS = ("apply", "patch", "create", "delete")
 OUTCOMES = ("ok", "error")
-RESULTS = ("ok", "gone", "refused", "unavailable", "conflict", "error")
+RESULTS = ("ok", "gone", "standby", "refused", "unavailable", "conflict", "error")
 # A reconcile of a healthy fleet is a dozen reads and takes milliseconds. An API server in trouble takes up to its deadline of 30 s.
 BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 SHUTDOWN_SECONDS = 0.2
@@ -60,12 +60,12 @@ class Metrics:
     def count_request(self, verb: str, plural: str, outcome: str) -> None:
         """Count one API request; the ``on_call`` hook of :class:`~sglang_rollout.kube.client.Kube`."""
         self._requests.labels(verb=verb, outcome=outcome).inc()
-        # Events are excluded: the promise that a steady state writes nothing concerns objects and status.
-        if verb in WRITE_VERBS and outcome == "ok" and plural != "events":
+        # Events and Leases are excluded: the promise that a steady state writes nothing concerns objects and status.
+        if verb in WRITE_VERBS and outcome == "ok" and plural not in {"events", "leases"}:
             self._writes.labels(verb=verb).inc()
 
     def count_reconcile(self, result: str, seconds: float) -> None:
-        """Count one reconcile: ``ok``, ``gone``, ``refused``, ``unavailable``, ``conflict`` or ``error``."""
+        """Count one reconcile: ``ok``, ``gone``, ``standby``, ``refused``, ``unavailable``, ``conflict`` or ``error``."""
         self._reconciles.labels(result=result).inc()
         self._seconds.observe(seconds)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from sglang_rollout.api.status import ConditionType, Reason, find
 from sglang_rollout.controller.apply import Outcome, execute_plan
 from sglang_rollout.controller.decide.allowed import NOTHING, Allowed
-from sglang_rollout.controller.decide.drift import Ownership
+from sglang_rollout.controller.decide.contest import Memory, seconds_until_peace
 from sglang_rollout.controller.decide.node_avoidance import seconds_until_expiry
 from sglang_rollout.controller.decide.plan import Failure, Plan, make_plan
 from sglang_rollout.controller.decide.status import build_status
@@ -36,7 +36,7 @@ class Result:
     """Result of a reconcile, for the worker that called it."""
 
     name: str
-    """``ok``, ``gone`` or ``refused``."""
+    """``ok``, ``gone``, ``refused``, or ``standby``: another operator acts."""
     requeue_after: float | None = None
     """Seconds after which to reconcile again even if no event arrives; None: wait for an event."""
     retry: bool = False
@@ -66,7 +66,7 @@ class Reconciler:
         self._events = events
         self._metrics = metrics
         self._now = now
-        self._ownership: dict[Key, Ownership] = {}
+        self._memory: dict[Key, Memory] = {}
         self._logged: dict[Key, Failure | None] = {}
 
     async def reconcile(self, key: Key) -> Result:
@@ -80,27 +80,34 @@ class Reconciler:
         if fleet is None or fleet.is_being_deleted:
             # Owner references remove the children. New children would only be in the way.
             return self._forget(key)
-        uids = {child["metadata"].get("uid") for child in fleet.children.values()}
-        ownership = {uid: owned for uid, owned in self._ownership.get(key, {}).items() if uid in uids}
-        self._ownership[key] = ownership
-        plan, defect = self._plan(replace(fleet, ownership=ownership))
+        memory = self._recall(key, fleet)
+        plan, defect = self._plan(replace(fleet, ownership=memory.ownership, restores=memory.restores))
         unplanned = defect or plan.refusal
-        outcome = Outcome(0, unplanned) if unplanned else await execute_plan(self._kube, namespace, plan, ownership)
+        outcome = Outcome(0, unplanned) if unplanned else await execute_plan(self._kube, namespace, plan, memory, self._now())
         if outcome.writes:
             # The status must describe the objects as they are now. With the earlier view it could report a fleet of the
             # previous generation as ready under the new observedGeneration.
             fleet = await observe(self._kube, namespace, name)
             if fleet is None:
                 return self._forget(key)
-        status = await self._update_status(fleet, outcome)
+        status = await self._update_status(replace(fleet, restores=memory.restores), outcome)
         self._metrics.set_ready(key, ready_status(status))
         self._log_failure(key, outcome.failure)
-        delays = [delay for delay in (plan.requeue_after, seconds_until_expiry(status, self._now())) if delay is not None]
-        return Result("refused" if outcome.failure else "ok", min(delays, default=None), retry=bool(outcome.failure and not plan.refusal))
+        now = self._now()
+        delays = (plan.requeue_after, seconds_until_expiry(status, now), seconds_until_peace(memory.restores, now))
+        soonest = min((delay for delay in delays if delay is not None), default=None)
+        return Result("refused" if outcome.failure else "ok", soonest, retry=bool(outcome.failure and not plan.refusal))
+
+    def _recall(self, key: Key, fleet: FleetView) -> Memory:
+        """Return what is remembered of the rollout, without the ownership of objects that no longer exist."""
+        memory = self._memory.setdefault(key, Memory())
+        uids = {child["metadata"].get("uid") for child in fleet.children.values()}
+        memory.ownership = {uid: owned for uid, owned in memory.ownership.items() if uid in uids}
+        return memory
 
     def _forget(self, key: Key) -> Result:
         """Drop the state of a rollout that no longer exists."""
-        self._ownership.pop(key, None)
+        self._memory.pop(key, None)
         self._logged.pop(key, None)
         self._metrics.set_ready(key, None)
         return Result("gone")

@@ -23,6 +23,7 @@ OPERATOR_RULES: list[Object] = [
     {"apiGroups": [""], "resources": ["secrets"], "verbs": ["get", "create", "patch"]},
     # update: for the coordinator's Role. RBAC forbids granting a right that the grantor lacks.
     {"apiGroups": [""], "resources": ["configmaps"], "verbs": ["update", *_HEAL]},
+    # The operator's own Lease in each namespace with rollouts, and the coordinator's Role, as for ConfigMaps.
     {"apiGroups": ["coordination.k8s.io"], "resources": ["leases"], "verbs": ["create", "get", "patch", "update"]},
     {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["get", "list", "watch"]},
     # delete: pods of an outdated engine, in a rolling update.

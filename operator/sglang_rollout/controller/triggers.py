@@ -127,7 +127,7 @@ def configure_kopf(settings: kopf.OperatorSettings) -> None:
     settings.posting.enabled = False
     # Watching CRDs and namespaces would need more RBAC rules. The CRD is checked at start.
     settings.scanning.disabled = True
-    # There is one replica. Two operators during an upgrade are harmless, because they apply the same fields as the same manager.
+    # Leases decide which operator acts (standing.py). kopf's peering needs a resource of its own.
     settings.peering.standalone = True
     settings.networking.request_timeout = 30
     settings.networking.connect_timeout = 5

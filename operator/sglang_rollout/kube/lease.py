@@ -31,40 +31,69 @@ class Lease:
         namespace: Namespace of the Lease.
         name: Name of the Lease.
         identity: Name of this candidate in ``holderIdentity``.
-        owners_from: ConfigMap whose owner references the Lease gets when it is created.
+        owners_from: ConfigMap whose owner references the Lease gets when it is created; None: it has no owner.
+        duration: Seconds after which a holder that does not renew counts as gone.
+        renew: Seconds between renewals, and between reads of a Lease that another process holds.
     """
 
-    def __init__(self, kube: Kube, *, namespace: str, name: str, identity: str, owners_from: str) -> None:
+    def __init__(
+        self,
+        kube: Kube,
+        *,
+        namespace: str,
+        name: str,
+        identity: str,
+        owners_from: str | None = None,
+        duration: float | None = None,
+        renew: float | None = None,
+    ) -> None:
         self._kube = kube
         self._namespace = namespace
         self._name = name
         self._identity = identity
         self._owners_from = owners_from
+        self._duration = DURATION_SECONDS if duration is None else duration
+        self._renewal_period = RENEW_SECONDS if renew is None else renew
         self._lease: Object = {}
+        self._seen, self._seen_since = "", 0.0
         self._last_warning = ""
+        self.live_holder = ""
+        """Another process that holds the Lease, and has renewed it while this process waited; empty if none has."""
 
     async def acquire(self) -> int:
         """Wait until the Lease is free, held by this identity, or expired. Take it and return the new ``leaseTransitions``."""
-        seen, since = "", 0.0
-        loop = asyncio.get_running_loop()
         while True:
             try:
-                found = await self._get_or_create()
-                holder = _holder(found)
-                renewed = str(found["spec"].get("renewTime"))
-                if renewed != seen:
-                    seen, since = renewed, loop.time()
-                # Our own clock measures the expiry, from our first sight of this renewal, because clocks of two nodes may differ.
-                if holder in ("", self._identity) or loop.time() - since >= DURATION_SECONDS:
-                    transitions = _transitions(found) + 1
-                    await self._write(found, {**self._renewal(), "leaseTransitions": transitions, "acquireTime": _now()})
-                    return transitions
-                self._warn_once(f"{holder} leads: waiting for its Lease {self._name}")
+                transitions = await self.try_acquire()
             except Conflict:
                 continue  # another candidate wrote the Lease first: read it again
             except KubeError as error:
                 self._warn_once(f"the Lease {self._name} cannot be acquired: {error}")
-            await asyncio.sleep(RENEW_SECONDS)
+            else:
+                if transitions is not None:
+                    return transitions
+            await asyncio.sleep(self._renewal_period)
+
+    async def try_acquire(self) -> int | None:
+        """Take the Lease if it is free, held by this identity, or expired. Return the new ``leaseTransitions``, or None.
+
+        Raises:
+            KubeError: The Lease cannot be read or written, or another candidate wrote it first.
+        """
+        found = await self._get_or_create()
+        holder, now = _holder(found), asyncio.get_running_loop().time()
+        renewed = f"{holder} {found['spec'].get('renewTime')}"
+        if renewed != self._seen:
+            self.live_holder = holder if self._seen.startswith(f"{holder} ") else ""
+            self._seen, self._seen_since = renewed, now
+        # Our own clock measures the expiry, from our first sight of this renewal, because clocks of two nodes may differ.
+        if holder in ("", self._identity) or now - self._seen_since >= self._duration:
+            transitions = _transitions(found) + 1
+            await self._write(found, {**self._renewal(), "leaseTransitions": transitions, "acquireTime": _now()})
+            self.live_holder = ""
+            return transitions
+        self._warn_once(f"{holder} leads: waiting for its Lease {self._name}")
+        return None
 
     async def raise_transitions(self, minimum: int) -> None:
         """Raise ``leaseTransitions`` to at least ``minimum``, retrying while the API server is away.
@@ -77,7 +106,7 @@ class Lease:
                 await self._renew({"leaseTransitions": minimum})
             except KubeError as error:
                 self._warn_once(f"the Lease {self._name} cannot be written: {error}")
-                await asyncio.sleep(RENEW_SECONDS)
+                await asyncio.sleep(self._renewal_period)
 
     async def keep_renewing(self) -> None:
         """Renew the Lease forever. An API server that is away is only logged.
@@ -86,7 +115,7 @@ class Lease:
             LeaseTakenError: Another process holds the Lease.
         """
         while True:
-            await asyncio.sleep(RENEW_SECONDS)
+            await asyncio.sleep(self._renewal_period)
             try:
                 await self._renew({})
                 self._warn_once("")
@@ -114,24 +143,24 @@ class Lease:
         try:
             return await self._kube.get(LEASES, self._namespace, self._name)
         except NotFound:
-            owned = await self._kube.get(CONFIGMAPS, self._namespace, self._owners_from)
-        metadata = {
-            "name": self._name,
-            "namespace": self._namespace,
-            # Without "controller" and "blockOwnerDeletion": some clusters demand rights over the owner for those.
-            "ownerReferences": [
-                {key: owner[key] for key in ("apiVersion", "kind", "name", "uid")}
-                for owner in owned["metadata"].get("ownerReferences") or []
-            ],
-        }
+            owners = await self._find_owners()
+        metadata = {"name": self._name, "namespace": self._namespace, **({"ownerReferences": owners} if owners else {})}
         return await self._kube.create({"apiVersion": LEASES.api_version, "kind": LEASES.kind, "metadata": metadata, "spec": {}})
+
+    async def _find_owners(self) -> list[Object]:
+        if self._owners_from is None:
+            return []
+        owned = await self._kube.get(CONFIGMAPS, self._namespace, self._owners_from)
+        # Without "controller" and "blockOwnerDeletion": some clusters demand rights over the owner for those.
+        references = owned["metadata"].get("ownerReferences") or []
+        return [{key: owner[key] for key in ("apiVersion", "kind", "name", "uid")} for owner in references]
 
     async def _write(self, found: Object, spec: Object) -> None:
         version = found["metadata"]["resourceVersion"]
         self._lease = await self._kube.merge_patch(LEASES, self._namespace, self._name, {"spec": spec}, resource_version=version)
 
     def _renewal(self) -> Object:
-        return {"holderIdentity": self._identity, "leaseDurationSeconds": int(DURATION_SECONDS), "renewTime": _now()}
+        return {"holderIdentity": self._identity, "leaseDurationSeconds": int(self._duration), "renewTime": _now()}
 
     def _warn_once(self, warning: str) -> None:
         if warning and warning != self._last_warning:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from sglang_rollout.api.status import ConditionType, Finding, Reason
 from sglang_rollout.api.v1alpha1 import State
+from sglang_rollout.controller.decide.contest import describe_contests, find_contests
 from sglang_rollout.controller.decide.engine_status import EngineReport, format_version, is_waiting_for_trainer
 from sglang_rollout.controller.decide.isolation import evaluate_isolation
 from sglang_rollout.controller.decide.store import describe_store_problem, evaluate_store, has_store_failed
@@ -182,10 +183,18 @@ def _degraded(summary: FleetSummary) -> Finding:
     interruption = summary.interruption
     if interruption is not None and interruption[0] is Reason.TRAINER_LOST:
         return Finding(kind, "True", *interruption)
-    checks = (_check_certificate, _check_callers, _check_updates, _check_store, _check_last_update, _check_nodes, _check_snapshots)
+    checks = (
+        *(_check_contests, _check_certificate, _check_callers, _check_updates),
+        *(_check_store, _check_last_update, _check_nodes, _check_snapshots),
+    )
     if found := next(filter(None, (check(summary) for check in checks)), None):
         return Finding(kind, "True", *found)
     return Finding(kind, "False", Reason.AS_EXPECTED, "Nothing needs attention.")
+
+
+def _check_contests(summary: FleetSummary) -> tuple[Reason, str] | None:
+    contests = find_contests(summary.fleet.restores, summary.now)
+    return (Reason.FIELDS_CONTESTED, describe_contests(contests)) if contests else None
 
 
 def _check_certificate(summary: FleetSummary) -> tuple[Reason, str] | None:

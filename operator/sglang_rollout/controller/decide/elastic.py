@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from datetime import datetime
-
 from sglang_rollout.controller.decide.pods import Pod
+from sglang_rollout.controller.decide.times import seconds_since
 from sglang_rollout.controller.decide.view import EngineView, FleetView
 from sglang_rollout.controller.render import names
 
@@ -66,8 +65,3 @@ def find_stranded_pods(fleet: FleetView, engine: EngineView, now: str) -> list[P
 
 def _age_seconds(pod: Pod, now: str) -> float:
     return seconds_since(pod.created, now)
-
-
-def seconds_since(time: str | None, now: str) -> float:
-    """Return the seconds between two times (RFC 3339); 0 if the first one is missing."""
-    return (datetime.fromisoformat(now) - datetime.fromisoformat(time or now)).total_seconds()

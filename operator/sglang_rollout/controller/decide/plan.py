@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from sglang_rollout.api.status import Reason
 from sglang_rollout.controller.decide.allowed import NOTHING, Allowed, find_refusal
+from sglang_rollout.controller.decide.contest import Rival, find_rival, seconds_until_restore
 from sglang_rollout.controller.decide.drift import find_difference, stamp
 from sglang_rollout.controller.decide.elastic import count_base_group_members, is_held_for_base, is_partly_placed
 from sglang_rollout.controller.decide.names_taken import describe_taken_names, find_controller, is_foreign, is_leftover
@@ -21,6 +22,7 @@ from sglang_rollout.controller.decide.view import FleetView
 from sglang_rollout.controller.render import names, render_all
 from sglang_rollout.controller.render.common import Settings
 from sglang_rollout.controller.render.fleet_objects import token_of
+from sglang_rollout.controller.render.hashing import digest
 from sglang_rollout.controller.render.network_policies import selects_engines
 from sglang_rollout.kube.resources import DEPLOYMENTS, NETWORK_POLICIES, POD_GROUPS, STATEFULSETS, Object
 
@@ -46,6 +48,8 @@ class Apply:
 
     An object without the label may exist: call :func:`names_taken.is_foreign` first.
     """
+    rival: Rival | None = None
+    """The client that changed the live object; None if it is not known."""
 
 
 @dataclass(frozen=True)
@@ -102,15 +106,15 @@ def make_plan(fleet: FleetView, settings: Settings, now: str = "", allowed: Allo
         return Plan(requeue_after=WAIT_SECONDS, refusal=Failure(Reason.INVALID_CERTIFICATE, fleet.cluster.tls_problem))
     if taken := _find_taken_names(fleet, wanted):
         return Plan(refusal=Failure(Reason.NAME_TAKEN, describe_taken_names(taken)))
-    applies, blocked = _plan_applies(fleet, wanted)
-    unapplied = {apply.object["metadata"]["name"] for apply in applies}
+    applies, blocked, held = _plan_applies(fleet, wanted, now)
+    unapplied = {apply.object["metadata"]["name"] for apply in applies} | held.keys()
     restarts, waits = plan_restarts(fleet, unapplied, now)
     store = find_outdated_store(fleet, unapplied)
     replaced = [Delete("v1", "Pod", store.name, store.uid, "outdated, and not in use")] if store else []
     lacks_something = any(is_partly_placed(fleet, engine) or engine.lacks_pods for engine in fleet.existing)
     waits = waits or lacks_something or bool(fleet.cluster.gang_problem or fleet.cluster.queue_problem or fleet.cluster.tls_problem)
     waits = waits or is_update_young(fleet, now)
-    requeue = SETTLE_SECONDS if blocked else WAIT_SECONDS if waits else None
+    requeue = min([*([SETTLE_SECONDS] if blocked else []), *([WAIT_SECONDS] if waits else []), *held.values()], default=None)
     return Plan((*applies, *_plan_prunes(fleet, wanted), *replaced, *(_delete(restart) for restart in restarts)), requeue)
 
 
@@ -144,12 +148,13 @@ def _render_creatable(fleet: FleetView, settings: Settings, now: str, new_key: s
     ]
 
 
-def _plan_applies(fleet: FleetView, wanted: Sequence[Object]) -> tuple[list[Apply], bool]:
-    """Return the applies, and whether a leftover object blocks one of the names.
+def _plan_applies(fleet: FleetView, wanted: Sequence[Object], now: str) -> tuple[list[Apply], bool, dict[str, float]]:
+    """Return the applies, whether a leftover object blocks one of the names, and the seconds until contested children are applied.
 
     Workloads wait until no leftover has the name of an object that they use.
     """
     applies: list[Apply] = []
+    held: dict[str, float] = {}
     leftovers: set[str] = set()
     for child in wanted:
         kind = child["kind"]
@@ -163,8 +168,13 @@ def _plan_applies(fleet: FleetView, wanted: Sequence[Object]) -> tuple[list[Appl
             continue  # recreated by the rolling update
         is_new_key = child["metadata"]["name"] == names.control_name(fleet.name) and token_of(live) is None
         if reason := "does not exist" if live is None else find_difference(child, live, fleet.ownership):
-            applies.append(Apply(child, reason, is_new_key=is_new_key, unseen=live is None))
-    return applies, bool(leftovers)
+            name = child["metadata"]["name"]
+            if (delay := seconds_until_restore(fleet.restores.get((kind, name)), digest(child), now)) > 0:
+                held[name] = min(delay, held.get(name, delay))
+                continue
+            rival = find_rival(child, live) if live else None
+            applies.append(Apply(child, reason, is_new_key=is_new_key, unseen=live is None, rival=rival))
+    return applies, bool(leftovers), held
 
 
 def _find_taken_names(fleet: FleetView, wanted: Sequence[Object]) -> list[Object]:

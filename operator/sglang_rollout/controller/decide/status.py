@@ -52,7 +52,7 @@ def build_status(fleet: FleetView, now: str, failure: Failure | None = None) -> 
         found = conditions(describe_invalid_spec(fleet.invalid), previous, generation=generation, now=now)
         return _dump(RolloutStatus(observed_generation=generation, selector=names.selector_string(fleet.name), conditions=found))
     reports, nodes = report_engines(fleet), decide_avoidance(fleet, now)
-    summary = FleetSummary(fleet, reports, failure, nodes.nodes)
+    summary = FleetSummary(fleet, reports, failure, nodes.nodes, now)
     return _dump(
         RolloutStatus(
             observed_generation=generation,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from sglang_rollout.api.status import ConditionType, Finding, Reason, Status
-from sglang_rollout.controller.decide.elastic import seconds_since
 from sglang_rollout.controller.decide.engine_status import format_version
 from sglang_rollout.controller.decide.pods import Pod, TroubleKind
+from sglang_rollout.controller.decide.times import seconds_since
 from sglang_rollout.controller.decide.view import FleetView
 from sglang_rollout.controller.render import names
 from sglang_rollout.wire.reasons import end_sentence

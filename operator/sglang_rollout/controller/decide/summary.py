@@ -65,6 +65,8 @@ class FleetSummary:
     """Why the plan could not be carried out."""
     avoided: Sequence[AvoidedNode] = ()
     """Nodes that engines must not use."""
+    now: str = ""
+    """Time (RFC 3339). Empty: fights about children are not reported."""
 
     @cached_property
     def wanted(self) -> list[EngineReport]:

@@ -41,6 +41,10 @@ _REPORTED_REASONS = frozenset(
 """Reasons of a false ``Ready`` that get an Event."""
 
 
+_REPORTED_DEGRADATIONS = frozenset({Reason.SNAPSHOT_FAILED, Reason.FIELDS_CONTESTED})
+"""Reasons of ``Degraded`` that get an Event of the same name."""
+
+
 @dataclass(frozen=True)
 class EventToPost:
     """One Event about the custom resource."""
@@ -62,7 +66,7 @@ def find_events(old: Status | None, new: Status) -> list[EventToPost]:
         *_rolling_update_events(old, new),
         *_node_events(old, new),
         *_network_events(old, new),
-        *_snapshot_events(old, new),
+        *_degraded_events(old, new),
         *_ready_events(old, new),
     ]
 
@@ -215,10 +219,11 @@ def _network_events(old: Status, new: Status) -> Iterator[EventToPost]:
         yield EventToPost("Warning", "NotEnforced", str(after.get("message")), "NotEnforced")
 
 
-def _snapshot_events(old: Status, new: Status) -> Iterator[EventToPost]:
+def _degraded_events(old: Status, new: Status) -> Iterator[EventToPost]:
     before, after = find(old, ConditionType.DEGRADED), find(new, ConditionType.DEGRADED)
-    if after.get("reason") == Reason.SNAPSHOT_FAILED and before.get("reason") != Reason.SNAPSHOT_FAILED:
-        yield EventToPost("Warning", "SnapshotFailed", str(after.get("message")), "SnapshotFailed")
+    reason = after.get("reason")
+    if reason in _REPORTED_DEGRADATIONS and before.get("reason") != reason:
+        yield EventToPost("Warning", str(reason), str(after.get("message")), str(reason))
 
 
 def _ready_events(old: Status, new: Status) -> Iterator[EventToPost]:

@@ -14,6 +14,7 @@ from typing import Any
 import pydantic
 
 from sglang_rollout.api.v1alpha1 import SGLangRollout
+from sglang_rollout.controller.decide.contest import Restores
 from sglang_rollout.controller.decide.drift import Ownership
 from sglang_rollout.controller.decide.overlay_mounts import find_forbidden_mount
 from sglang_rollout.controller.decide.pod_shapes import find_misfit
@@ -123,6 +124,8 @@ class FleetView:
     """Why the record cannot be read, as a sentence."""
     cluster: Cluster = field(default_factory=Cluster)
     """Facts about the cluster beyond the rollout's own objects."""
+    restores: Mapping[Key, Restores] = field(default_factory=dict)
+    """How often each child was restored after changes by other clients."""
     ownership: Ownership | None = None
     """What the operator owned after its last applies. None: unknown, so changes by other clients are not seen."""
 

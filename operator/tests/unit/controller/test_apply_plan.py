@@ -9,10 +9,13 @@ import pytest
 
 from sglang_rollout.api.status import Reason
 from sglang_rollout.controller.apply import Outcome, execute_plan
+from sglang_rollout.controller.decide.contest import Memory
 from sglang_rollout.controller.decide.plan import Apply, Delete, Failure, Plan
 from sglang_rollout.controller.render.names import LABEL_ROLLOUT, LISTED_KINDS
 from sglang_rollout.kube.errors import ApiUnavailable, Conflict, KubeError, NotFound, Refused
 from sglang_rollout.kube.resources import SECRETS
+
+NOW = "2026-11-21T03:00:00Z"
 
 
 class Recorder:
@@ -70,7 +73,7 @@ def delete(name: str, **more: Any) -> Delete:
 
 
 async def run(kube: Recorder, *actions: Apply | Delete) -> Outcome:
-    return await execute_plan(kube, "n", Plan(actions), {})  # type: ignore[arg-type]
+    return await execute_plan(kube, "n", Plan(actions), Memory(), NOW)  # type: ignore[arg-type]
 
 
 async def test_actions_run_in_order_and_writes_are_counted() -> None:
