@@ -71,7 +71,7 @@ class EngineStatus(ApiModel):
     weights, so it does not serve), `Updating` (in a weight update), `Serving`, `Paused` (by `spec.state`), `Asleep` (by
     `spec.state`, or because its trainer uses the memory), `Stopping`."""
     updated: bool
-    """True if its pods were created from the current spec."""
+    """True if its pods were created from the current spec, and since the last `kubectl rollout restart`."""
     version: str | None = Field(default=None, max_length=256)
     """Weight version of all its tensors; absent while the version is not known."""
     weights: str | None = Field(default=None, max_length=16)

@@ -63,6 +63,9 @@ class TroubleKind(Enum):
     """The container ended once and is starting again."""
 
 
+ANNOTATION_RESTARTED = "kubectl.kubernetes.io/restartedAt"
+
+
 @dataclass(frozen=True)
 class Trouble:
     """Why a container does not run."""
@@ -72,6 +75,11 @@ class Trouble:
     """A phrase that names the container, without a full stop."""
     follows_other_pod: bool = False
     """True if the container was ended because another pod of its engine failed."""
+
+
+def find_restart(pod: Object) -> str:
+    """Return the time that ``kubectl rollout restart`` wrote into a pod or pod template; empty if there is none."""
+    return str(((pod.get("metadata") or {}).get("annotations") or {}).get(ANNOTATION_RESTARTED) or "")
 
 
 @dataclass(frozen=True)
@@ -121,6 +129,11 @@ class Pod:
     def revision(self) -> str:
         """Revision that the pod was made from; empty if it has no such label."""
         return self.labels.get(names.LABEL_REVISION, "")
+
+    def is_older_than_restart(self, workload: Object | None) -> bool:
+        """Return True if ``kubectl rollout restart`` was called for the pod's workload since the pod was created."""
+        requested = find_restart(((workload or {}).get("spec") or {}).get("template") or {})
+        return bool(requested) and find_restart(self.raw) != requested
 
     @cached_property
     def pod_group(self) -> str | None:

@@ -94,7 +94,7 @@ def _find_outdated(fleet: FleetView, engine: EngineView) -> list[Pod | None]:
     """Return the outdated pods of an engine. ``[None]`` stands for its StatefulSet, if the number of pods changes."""
     if fleet.rollout is not None and engine.statefulset is not None and engine.size != fleet.rollout.spec.engine.pods:
         return [] if engine.statefulset["metadata"].get("deletionTimestamp") else [None]
-    return [pod for pod in engine.pods if pod.revision != engine.revision and not pod.is_terminating]
+    return [pod for pod in engine.pods if engine.is_outdated(pod) and not pod.is_terminating]
 
 
 def _plan_moves(fleet: FleetView, outdated: Set[int], now: str) -> Iterator[Restart]:

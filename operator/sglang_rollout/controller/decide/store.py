@@ -60,7 +60,8 @@ def find_outdated_store(fleet: FleetView, unapplied: set[str]) -> Pod | None:
     if pod is None or statefulset is None or pod.is_terminating or not fleet.is_store_observed:
         return None
     wanted = statefulset["spec"]["template"]["metadata"]["labels"].get(names.LABEL_REVISION)
-    if names.store_name(fleet.name) in unapplied or pod.revision == wanted:
+    is_current = pod.revision == wanted and not pod.is_older_than_restart(statefulset)
+    if names.store_name(fleet.name) in unapplied or is_current:
         return None
     return None if pod.is_ready and is_store_in_use(fleet) else pod
 

@@ -100,8 +100,12 @@ class EngineView:
 
     @cached_property
     def is_up_to_date(self) -> bool:
-        """True if the engine has pods, all from the current revision."""
-        return bool(self.pods) and all(pod.revision == self.revision for pod in self.pods)
+        """True if the engine has pods, and none is outdated."""
+        return bool(self.pods) and not any(self.is_outdated(pod) for pod in self.pods)
+
+    def is_outdated(self, pod: Pod) -> bool:
+        """Return True if a pod is from another revision, or older than a ``kubectl rollout restart`` of the StatefulSet."""
+        return pod.revision != self.revision or pod.is_older_than_restart(self.statefulset)
 
 
 @dataclass(frozen=True)

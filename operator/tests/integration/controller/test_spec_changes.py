@@ -272,3 +272,24 @@ def _replace_schema(api: ControlPlane, schema: Any) -> None:
     api.kubectl("patch", "crd", "sglangrollouts.rollout.sglang.io", "--type=json", "--patch-file=/dev/stdin", stdin=json.dumps(patch))
     # The server takes a moment to serve another schema, and says nowhere when it does.
     time.sleep(2.0)
+
+
+async def test_rollout_restart_of_a_child_restarts_its_pods(api: ControlPlane, operator: OperatorProcess, world: World) -> None:
+    await world.kube.create(rollout("demo", world.namespace))
+    await world.serve("demo", 2)
+    old = {
+        name: pod["metadata"]["uid"] for component in ("engine", "router") for name, pod in (await world.pods("demo", component)).items()
+    }
+    targets = ("sts/demo-engine-0", "sts/demo-engine-1", "deploy/demo-router")
+    api.kubectl("rollout", "restart", *targets, "-n", world.namespace)
+
+    async def are_new() -> bool:
+        pods = {**await world.pods("demo"), **await world.pods("demo", "router")}
+        for pod in pods.values():
+            await world.make_ready(pod)
+        return len(pods) == 3 and not {pod["metadata"]["uid"] for pod in pods.values()} & set(old.values())
+
+    await eventually("new pods of engines and router", are_new)
+    await eventually("Ready again", lambda: _is_ready(world, "demo"))
+    await world.settled("demo")
+    assert operator.said().count("another client changed it") == 0, "the restart is no drift"
