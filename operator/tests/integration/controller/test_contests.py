@@ -108,7 +108,7 @@ async def router_image(world: World) -> tuple[int, str]:
     return router["metadata"]["generation"], router["spec"]["template"]["spec"]["containers"][0]["image"]
 
 
-async def test_second_operator_changes_nothing_says_so_and_takes_over(
+async def test_second_operator_changes_nothing_reports_itself_and_takes_over(
     api: ControlPlane, operator: OperatorProcess, world: World, tmp_path: Path
 ) -> None:
     await world.kube.create(rollout("demo", world.namespace))

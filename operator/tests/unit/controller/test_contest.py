@@ -40,7 +40,7 @@ def test_delays_grow_and_have_a_limit() -> None:
     assert delays == [0, 0, 0, 1, 4, 32, LAST_DELAY_SECONDS]
 
 
-def test_new_wish_and_quiet_end_a_fight() -> None:
+def test_new_desired_state_and_quiet_end_a_fight() -> None:
     fought = restored(9)
     assert seconds_until_restore(fought, "b", NOW) == 0, "a change of the spec is applied at once"
     assert note_apply(fought, "b", NOW, None).count == 0
@@ -67,7 +67,7 @@ CONTAINERS: dict[str, Any] = {"f:template": {"f:spec": {"f:containers": {'k:{"na
             Rival("argocd", "spec.template.spec.containers[front].image"),
         ),
         ([entry("flux", {"f:spec": {"f:args": {}}})], {"args": ["y"]}, Rival("flux", "spec.args")),
-        # The field is gone: nobody owns it, and the last writer is the best guess.
+        # The field is gone and has no owner: the last writer is the best guess.
         ([entry("old", {}, "2026-11-20T03:00:00Z"), entry("remover", {})], {}, Rival("remover", "")),
         # Controllers write the status, and other clients own fields that the operator never sets.
         ([entry("kube-controller-manager", {"f:status": {}}, subresource="status")], {}, None),
@@ -101,7 +101,7 @@ def test_contested_child_waits_and_the_others_do_not() -> None:
     fought = replace(restored(5), digest=digest(apply.object))
     assert router_applies(fought_world(fought)) == []
     plan = make_plan(fought_world(fought), SETTINGS, NOW)
-    assert plan.actions, "children that nobody contests are applied"
+    assert plan.actions, "uncontested children are applied"
     assert plan.requeue_after is not None
     assert plan.requeue_after <= 4
 
