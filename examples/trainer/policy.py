@@ -74,3 +74,13 @@ class Policy:
             for _ in range(tokens):
                 sequences = torch.cat([sequences, self.model(sequences).logits[:, -1:].argmax(-1)], dim=1)
         return [row[PROMPT_TOKENS:] for row in sequences.tolist()]
+
+    def best_tokens(self, prompts: list[list[int]], outputs: list[list[int]]) -> list[list[tuple[int, float]]]:
+        """Return, for each output token, the best token after the same prefix, and by how much its log-probability is higher."""
+        tokens = torch.tensor(outputs)
+        with torch.no_grad():
+            logits = self.model(torch.cat([torch.tensor(prompts), tokens], dim=1)).logits[:, PROMPT_TOKENS - 1 : -1]
+        log_policy = torch.log_softmax(logits, dim=-1)
+        highest, best = log_policy.max(-1)
+        leads = highest - log_policy.gather(2, tokens.unsqueeze(2)).squeeze(2)
+        return [list(zip(*row, strict=True)) for row in zip(best.tolist(), leads.tolist(), strict=True)]
