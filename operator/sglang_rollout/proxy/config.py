@@ -135,6 +135,25 @@ _REFUSED = '{"error": {"code": "%[var(txn.code)]", "type": "invalid_request_erro
 _BATCH_PATHS = ("/generate", "/v1/completions")
 _BODY_WINDOW = 16384
 """Bytes of a body that the front inspects. Nearly every request for tokens is smaller, and larger ones begin with their prompt."""
+_SESSION_CHARACTERS = 1024
+"""Longest name of a session."""
+_PLAIN_TEXT_BYTES = 2000
+"""Most bytes of a refusal in plain text that are quoted."""
+_PLAIN_TEXT_STATUSES = (400, 401, 403, 404, 405, 408, 409, 411, 413, 414, 415, 422, 429, 431, 500, 501, 502, 503, 504)
+_PLAIN_TEXT = '{"error": {"code": "refused_by_server", "type": "invalid_request_error", "message": "%[var(txn.said)]"}}'
+_LONG_SESSION = ("session_too_long", f"The name of the session has more than {_SESSION_CHARACTERS} characters. Use a shorter one.")
+_OWN_ERRORS = {
+    400: "The request cannot be read.",
+    403: "The request is refused.",
+    408: "The request did not arrive completely in time. Send it again.",
+    413: "The request is too large.",
+    429: "Too many requests. Send fewer.",
+    500: "The proxy cannot handle this request: its headers may be too large. Its log has more.",
+    502: "The server of this request sent an answer that cannot be read, or closed the connection.",
+    503: "No server takes this request now. Try again.",
+    504: "The server of this request did not answer in time.",
+}
+"""Statuses that haproxy answers itself, with sentences where no rule has a better one."""
 _SESSION_WINDOW = 60000
 """Bytes of a body in which the front searches for a session's name; slightly less than the buffer (tune.bufsize).
 
@@ -328,6 +347,8 @@ def front_config(params: FrontParams) -> str:
         caller_header=CALLER_HEADER,
         window=_BODY_WINDOW,
         session_window=_SESSION_WINDOW,
+        session_characters=_SESSION_CHARACTERS,
+        long_session=_body(*_LONG_SESSION, kind="invalid_request_error"),
         calls_per_address=_CALLS_PER_ADDRESS,
         **_address_shares(params.maxconn),
         many=_regex(_MANY),
@@ -400,6 +421,11 @@ def _shared(maxconn: int, request_bytes: int) -> dict[str, object]:
     too_large = f"The body has more than {request_bytes} bytes; engine.limits.requestBytes raises it."
     return {
         "maxconn": maxconn,
+        "own_answers": {200: json.dumps({"status": "ok"})}
+        | {status: _body(f"http_{status}", text) for status, text in _OWN_ERRORS.items()},
+        "plain_text": _PLAIN_TEXT,
+        "plain_text_bytes": _PLAIN_TEXT_BYTES,
+        "plain_text_statuses": _PLAIN_TEXT_STATUSES,
         "keepalive": {"idle": IDLE_SECONDS, "interval": PROBE_SECONDS, "probes": PROBES, "lost": LOST_SECONDS},
         "other_connections": _METRICS_CONNECTIONS + _PROBE_CONNECTIONS,
         "body_seconds": _BODY_SECONDS,

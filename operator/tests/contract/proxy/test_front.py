@@ -69,6 +69,8 @@ class Part:
     refuses: bool = False
     refusal: int = 0
     """Status with which requests for tokens are refused."""
+    page: tuple[int, str, bytes] | None = None
+    """Status, type and body of the answer to each request."""
     broken: int = 0
     """Requests for tokens that get the answer of a gate whose engine broke off."""
     attempts: int = 0
@@ -96,6 +98,9 @@ class Part:
             return web.Response(status=200 if self.held else 404)
         if self.refuses:
             return web.json_response({"error": {"code": "forbidden"}}, status=403)
+        if self.page is not None:
+            status, kind, page = self.page
+            return web.Response(status=status, body=page, headers={"Content-Type": kind})
         if self.refusal:
             return web.json_response({"error": {"code": "forbidden"}}, status=self.refusal)
         self.received = {name.lower(): ",".join(request.headers.getall(name)) for name in request.headers}
@@ -149,6 +154,44 @@ async def front(tmp_path: Path) -> AsyncIterator[Front]:
         await process.end()
         for part in parts:
             await part.stop()
+
+
+async def test_the_front_answers_its_own_health_in_json(front: Front) -> None:
+    async with front.http.get(front.url + FRONT_HEALTH) as reply:
+        assert (reply.status, await reply.json()) == (200, {"status": "ok"})
+
+
+async def test_a_long_name_of_a_session_is_refused_with_the_reason(front: Front) -> None:
+    for length, wanted in ((1024, 200), (1025, 400), (30_000, 400), (59_000, 400)):
+        body = json.dumps({"session_id": "s" * length, "text": "a"})
+        status, answer, _ = await front.ask("/generate", body)
+        assert status == wanted, answer
+        assert wanted == 200 or answer["error"]["code"] == "session_too_long"  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("page", "message"),
+    [
+        ((422, "text/plain", b'Failed to parse "text":\n\xc3\xa9 \\ <x>'), 'Failed to parse "text":\n\u00e9 \\ <x>'),
+        ((500, "text/plain; charset=utf-8", b"Internal Server Error"), "Internal Server Error"),
+        ((400, "text/html", b"<h1>Bad</h1>"), "<h1>Bad</h1>"),
+        ((404, "text/plain", b""), "no reason given"),
+        ((413, "text/plain", b"a" * 100_000), "a" * 2000),
+    ],
+)
+async def test_a_refusal_in_plain_text_becomes_json_with_the_reason(front: Front, page: tuple[int, str, bytes], message: str) -> None:
+    for part, path in ((front.smg, "/v1/chat/completions"), (front.coordinator, "/flush_cache"), (front.batches, "/v1/embeddings")):
+        part.page = page
+        async with front.http.post(front.url + path, data="{}") as reply:
+            error = (await reply.json())["error"]
+            assert (reply.status, error["message"]) == (page[0], message)
+
+
+@pytest.mark.parametrize(("status", "kind"), [(400, "application/json"), (200, "text/plain"), (400, "text/event-stream")])
+async def test_other_answers_stay_unchanged(front: Front, status: int, kind: str) -> None:
+    front.smg.page = (status, kind, b'{"a": 1}')
+    async with front.http.post(front.url + "/v1/chat/completions", data="{}") as reply:
+        assert (reply.status, reply.content_type, await reply.read()) == (status, kind, b'{"a": 1}')
 
 
 async def test_silent_connections_are_probed(front: Front) -> None:

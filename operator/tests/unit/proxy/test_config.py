@@ -80,7 +80,9 @@ def test_haproxy_accepts_the_configuration(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_bodies_are_json_with_a_sentence(name: str) -> None:
-    bodies = [line.split(" string '")[1].split("'")[0] for line in TEXTS[name].splitlines() if " string '" in line]
+    bodies = [
+        line.split(" string '")[1].split("'")[0] for line in TEXTS[name].splitlines() if " string '" in line and "status 200" not in line
+    ]
     assert len(bodies) >= 5
     for body in bodies:
         assert json.loads(body)["error"]["message"].endswith(".")
@@ -123,3 +125,12 @@ def test_brackets_are_accepted_around_any_ip(ip: str) -> None:
 def test_invalid_address_is_refused_with_a_sentence(text: str) -> None:
     with pytest.raises(ValueError, match="is not an address"):
         Address.parse(text)
+
+
+@pytest.mark.parametrize("status", [400, 403, 408, 413, 429, 500, 502, 503, 504])
+def test_haproxy_has_no_pages_of_its_own(status: int) -> None:
+    for text in TEXTS.values():
+        defaults = text.split("\ndefaults\n")[1].split("\n\n")[0]
+        start = f"    http-error status {status} content-type application/json string "
+        (line,) = (line for line in defaults.splitlines() if line.startswith(start))
+        assert set(json.loads(line.removeprefix(start).strip("'"))["error"]) == {"code", "message", "type"}
