@@ -21,8 +21,8 @@ done
 "${compile[@]}" "${engine[@]}" --no-deps requirements/engine-cpu-nodeps.in >> requirements/engine-cpu.lock
 "${compile[@]}" "${engine[@]}" --no-deps requirements/engine-old.in -o requirements/engine-old.lock
 # The development group names the project itself, so the project is given as a folder and left out of the result.
-echo "-e .[operator,coordinator,trainer,router]" | "${compile[@]}" --universal --python-version 3.11 - --group pyproject.toml:dev \
+echo "-e .[operator,preview,coordinator,trainer,router]" | "${compile[@]}" --universal --python-version 3.11 - --group pyproject.toml:dev \
   --no-emit-package sglang-rollout -o requirements/dev.lock
 # Reference pages are made from the code, so the documentation needs the libraries of every part.
-"${compile[@]}" --universal --python-version 3.11 pyproject.toml requirements/docs.in --extra operator --extra coordinator --extra trainer \
+"${compile[@]}" --universal --python-version 3.11 pyproject.toml requirements/docs.in --extra operator --extra preview --extra coordinator --extra trainer \
   --extra testing -c requirements/dev.lock -o requirements/docs.lock

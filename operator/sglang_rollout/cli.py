@@ -37,7 +37,7 @@ SUBCOMMANDS = {
     "local": Subcommand("sglang_rollout.local.cli:command", "coordinator", "Run a fleet on this machine, in front of SGLang servers."),
     "operator": Subcommand("sglang_rollout.controller.main:command", "operator", "Run the Kubernetes operator."),
     "plan": Subcommand(
-        "sglang_rollout.controller.preview:plan_command", "operator", "Print the steps that the operator would take for an SGLangRollout."
+        "sglang_rollout.controller.preview:plan_command", "preview", "Print the steps that the operator would take for an SGLangRollout."
     ),
     "plugin": Subcommand(
         "sglang_rollout.local.plugin:command", "coordinator", "Install the plug-in for SGLang servers of this machine, for local."
@@ -45,7 +45,7 @@ SUBCOMMANDS = {
     "proxy": Subcommand("sglang_rollout.proxy.cli:command", "coordinator", "Run a proxy: gate or front (haproxy), or smg.", part=True),
     "render": Subcommand(
         "sglang_rollout.controller.preview:render_command",
-        "operator",
+        "preview",
         "Print the objects that the operator creates for an SGLangRollout.",
     ),
     "status": Subcommand("sglang_rollout.overview.cli:command", "operator", "Show the state of a fleet on one screen."),

@@ -6,26 +6,25 @@ The process connects to the API server, checks the CRD, starts the workers, and 
 from __future__ import annotations
 
 import asyncio
-import datetime
 import logging
 import os
 import signal
 import socket
 import time
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
 
 import click
 
 from sglang_rollout import __version__
 from sglang_rollout.api.v1alpha1 import API_VERSION, PLURAL
+from sglang_rollout.controller.clock import utc_now
 from sglang_rollout.controller.decide.allowed import NOTHING, Allowed
 from sglang_rollout.controller.events import EventPoster
 from sglang_rollout.controller.metrics import Key, Metrics, build_health_app, build_metrics_app, serve
+from sglang_rollout.controller.options import ENVIRONMENT, PORT, allow_options, image_options, setting
 from sglang_rollout.controller.reconcile import Reconciler
 from sglang_rollout.controller.render.common import Settings
 from sglang_rollout.controller.render.names import FIELD_MANAGER
@@ -55,9 +54,6 @@ RELIST_SECONDS = 300.0
 POD_NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 """The kubelet writes it into pods with a ServiceAccount's token."""
 
-_ENV = "SGLANG_ROLLOUT"
-_F = TypeVar("_F", bound=Callable[..., Any])
-
 
 class StartupError(Exception):
     """The operator cannot start. ``str()`` says why and what to do."""
@@ -80,75 +76,25 @@ class OperatorSettings:
     """Port of ``/healthz``; 0: no health server."""
 
 
-def _setting(name: str, default: str | int, text: str, kind: click.ParamType[Any] | None = None) -> Callable[[_F], _F]:
-    """Return an option that can also be set by an environment variable."""
-    variable = f"{_ENV}_{name.upper().replace('-', '_')}"
-    return click.option(f"--{name}", default=default, envvar=variable, show_default=True, type=kind, help=text)
-
-
-_PORT = click.IntRange(0, 65535)
-
-
-def image_options(function: _F) -> _F:
-    """Add the options that name the images of the children."""
-    for option in (
-        _setting(
-            "image-pull-policy", "IfNotPresent", "Pull policy of these two images.", click.Choice(["Always", "IfNotPresent", "Never"])
-        ),
-        _setting("router-image", f"sglang-rollout/router:{__version__}", "Image of gate, front and smg."),
-        _setting("coordinator-image", f"sglang-rollout/coordinator:{__version__}", "Image of agent and coordinator."),
-    ):
-        function = option(function)
-    return function
-
-
-def allow_options(function: _F) -> _F:
-    """Add the options that say what rollouts may ask for, and pass them to ``function`` as ``allowed``."""
-
-    @wraps(function)
-    def with_allowed(*, allow_host_path: tuple[str, ...], allow_service_account: tuple[str, ...], **options: Any) -> Any:
-        flags = {name: options.pop(f"allow_{name}") for name in ("host_network", "host_ipc", "privileged")}
-        return function(allowed=Allowed(allow_host_path, allow_service_account, **flags), **options)
-
-    for option in (
-        _allow_flag("privileged", "Pods may have privileged or unconfined containers, and hostPID."),
-        _allow_flag("host-ipc", "Pods may use the IPC namespace of their node."),
-        _allow_flag("host-network", "Pods may use the network and ports of their node."),
-        _allow_list("service-account", "ServiceAccount, NAMESPACE/NAME or NAME in every namespace, that engine pods may have."),
-        _allow_list("host-path", "Folder of nodes that pods may mount, with everything below it."),
-    ):
-        with_allowed = option(with_allowed)
-    return cast(_F, with_allowed)
-
-
-def _allow_flag(name: str, text: str) -> Callable[[_F], _F]:
-    return click.option(f"--allow-{name}", is_flag=True, envvar=f"{_ENV}_ALLOW_{name.upper().replace('-', '_')}", help=text)
-
-
-def _allow_list(name: str, text: str) -> Callable[[_F], _F]:
-    variable = f"{_ENV}_ALLOW_{name.upper().replace('-', '_')}S"
-    return click.option(f"--allow-{name}", multiple=True, metavar="NAME", envvar=variable, help=f"{text} Repeat for more.  [default: none]")
-
-
 @click.command()
 @click.option(
     "--namespace",
     "namespaces",
     multiple=True,
     metavar="NAME",
-    envvar=f"{_ENV}_NAMESPACES",
+    envvar=f"{ENVIRONMENT}_NAMESPACES",
     help="Namespace to watch; repeat for more.  [default: all namespaces]",
 )
 @image_options
 @allow_options
-@_setting("metrics-port", OPERATOR_METRICS_PORT, "Port of /metrics; 0: none.", _PORT)
-@_setting("health-port", OPERATOR_HEALTH_PORT, "Port of /healthz; 0: none.", _PORT)
+@setting("metrics-port", OPERATOR_METRICS_PORT, "Port of /metrics; 0: none.", PORT)
+@setting("health-port", OPERATOR_HEALTH_PORT, "Port of /healthz; 0: none.", PORT)
 @click.option(
     "--kubeconfig",
     type=click.Path(exists=True, dir_okay=False),
     help="How to reach the cluster.  [default: the pod's service account, else $KUBECONFIG, else ~/.kube/config]",
 )
-@_setting("log-format", "text", "Format of log lines: for people or for a collector.", click.Choice(FORMATS))
+@setting("log-format", "text", "Format of log lines: for people or for a collector.", click.Choice(FORMATS))
 @click.option("--verbose", is_flag=True, help="Also log every reconcile and kopf's own lines.")
 def command(
     *,
@@ -206,11 +152,6 @@ def _configure_logging(log_format: str, *, verbose: bool) -> None:
         handler.addFilter(OutageFilter())
     # kopf logs "Handler … succeeded" for every event at INFO. The operator logs changes itself.
     logging.getLogger("kopf").setLevel(logging.DEBUG if verbose else logging.WARNING)
-
-
-def utc_now() -> str:
-    """Return the time in Kubernetes' format."""
-    return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 async def _require_crd(kube: Kube) -> None:

@@ -13,10 +13,12 @@ import yaml
 
 from sglang_rollout.api.crdgen import to_yaml
 from sglang_rollout.api.v1alpha1 import KIND
+from sglang_rollout.api.validation import find_problems
+from sglang_rollout.controller.clock import utc_now
 from sglang_rollout.controller.decide.allowed import Allowed
 from sglang_rollout.controller.decide.plan import Apply, Plan, make_plan
 from sglang_rollout.controller.decide.view import FleetView, build_fleet_view
-from sglang_rollout.controller.main import allow_options, image_options, utc_now
+from sglang_rollout.controller.options import allow_options, image_options
 from sglang_rollout.controller.render import names, render_all
 from sglang_rollout.controller.render.common import Settings
 from sglang_rollout.kube.resources import POD_GROUPS, Object
@@ -39,7 +41,7 @@ def load_objects(stream: TextIO) -> list[Object]:
 
 
 def find_rollout(objects: Sequence[Object], source: str) -> Object:
-    """Return the only SGLangRollout among ``objects``, with the namespace ``default`` if it names none.
+    """Return the only SGLangRollout among ``objects``.
 
     Raises:
         click.ClickException: The objects contain no SGLangRollout, or several.
@@ -47,19 +49,52 @@ def find_rollout(objects: Sequence[Object], source: str) -> Object:
     found = [obj for obj in objects if obj["kind"] == KIND]
     if len(found) != 1:
         raise click.ClickException(f"{source} must hold one {KIND}, and holds {len(found)}")
-    return {**found[0], "metadata": {"namespace": "default", **found[0]["metadata"]}}
+    return found[0]
+
+
+def place_rollout(rollout: Object, live: Sequence[Object], namespace: str | None = None) -> Object:
+    """Return ``rollout`` with a namespace: its own, ``namespace``, that of the live object of this name, or ``default``.
+
+    Raises:
+        click.ClickException: ``namespace`` differs from the rollout's own, or several namespaces have a rollout of this name.
+    """
+    name, own = rollout["metadata"]["name"], rollout["metadata"].get("namespace")
+    if own and namespace and own != namespace:
+        raise click.ClickException(f"{KIND} {name} names the namespace {own}, and --namespace names {namespace}: leave one of them out")
+    stored = sorted({_namespace(obj) for obj in live if obj["kind"] == KIND and obj["metadata"]["name"] == name})
+    place = own or namespace
+    if place is None and len(stored) > 1:
+        raise click.ClickException(f"the live objects hold {KIND} {name} in the namespaces {', '.join(stored)}: add --namespace")
+    return {**rollout, "metadata": {**rollout["metadata"], "namespace": place or next(iter(stored), "default")}}
+
+
+def check_rollout(rollout: Object, live: Sequence[Object], source: str) -> None:
+    """Check a rollout as the API server would.
+
+    Raises:
+        click.ClickException: The API server would refuse it. The message names each field.
+    """
+    if problems := find_problems(rollout, _find_stored(rollout, live)):
+        raise click.ClickException("\n  ".join((f"the API server would refuse {source}:", *problems)))
 
 
 def build_preview(rollout: Object, live: Sequence[Object]) -> FleetView:
     """Return the view that the operator would have after ``rollout`` was applied to a cluster with the objects ``live``.
 
     Raises:
-        click.ClickException: There are live objects, but not the live SGLangRollout, which has UID, generation and status.
+        click.ClickException: There are live objects, but not the live SGLangRollout, which has UID, generation and status; or none
+            of the live objects is in the rollout's namespace.
     """
     name, namespace = rollout["metadata"]["name"], rollout["metadata"]["namespace"]
-    near = [obj for obj in live if obj["metadata"].get("namespace", "default") == namespace]
+    places = sorted({_namespace(obj) for obj in live})
+    if live and namespace not in places:
+        raise click.ClickException(
+            f"{KIND} {name} is in the namespace {namespace}, and the live objects are in {', '.join(places)}: correct --namespace,"
+            " the file, or the namespace of kubectl get"
+        )
+    near = [obj for obj in live if _namespace(obj) == namespace]
     ours = [obj for obj in near if (obj["metadata"].get("labels") or {}).get(names.LABEL_ROLLOUT) == name]
-    stored = next((obj for obj in near if obj["kind"] == KIND and obj["metadata"]["name"] == name), None)
+    stored = _find_stored(rollout, live)
     if ours and stored is None:
         raise click.ClickException(f"the live objects must include {KIND} {name} itself: add sglr to kubectl get")
     children = [obj for obj in ours if obj["kind"] in _CHILD_KINDS]
@@ -80,13 +115,26 @@ def describe_plan(plan: Plan) -> list[str]:
     return [f"{verb:<6}  {f'{kind} {name}':<{width}}  {reason}" for verb, kind, name, reason in lines] + again
 
 
+_NAMESPACE = click.option(
+    "-n", "--namespace", help="Namespace, as for kubectl apply.  [default: that of the file, else of the live object, else default]"
+)
+
+
 @click.command()
 @click.option("-f", "--file", "rollout_file", type=click.File(), required=True, help="YAML of the SGLangRollout; - reads standard input.")
 @click.option("--live", "live_file", type=click.File(), help="YAML of the live objects, from kubectl get.  [default: an empty namespace]")
+@_NAMESPACE
 @image_options
 @allow_options
 def plan_command(
-    rollout_file: TextIO, live_file: TextIO | None, coordinator_image: str, router_image: str, image_pull_policy: str, *, allowed: Allowed
+    *,
+    rollout_file: TextIO,
+    live_file: TextIO | None,
+    namespace: str | None,
+    coordinator_image: str,
+    router_image: str,
+    image_pull_policy: str,
+    allowed: Allowed,
 ) -> None:
     """Print the steps that the operator would take in its next pass.
 
@@ -98,8 +146,10 @@ def plan_command(
     Give the images and the --allow options of your operator, because the steps depend on them. Queues, nodes, quotas and changes of
     children by other clients are not known here.
     """  # noqa: D301 - click reads the character \b, which a raw string would not contain
-    rollout = find_rollout(load_objects(rollout_file), rollout_file.name)
-    fleet = build_preview(rollout, load_objects(live_file) if live_file else [])
+    live = load_objects(live_file) if live_file else []
+    rollout = place_rollout(find_rollout(load_objects(rollout_file), rollout_file.name), live, namespace)
+    check_rollout(rollout, live, rollout_file.name)
+    fleet = build_preview(rollout, live)
     if fleet.rollout is None:
         raise click.ClickException(fleet.invalid)
     settings = Settings(coordinator_image=coordinator_image, router_image=router_image, image_pull_policy=image_pull_policy)
@@ -112,17 +162,30 @@ def plan_command(
 
 @click.command()
 @click.option("-f", "--file", "rollout_file", type=click.File(), required=True, help="YAML of the SGLangRollout; - reads standard input.")
+@_NAMESPACE
 @image_options
-def render_command(rollout_file: TextIO, coordinator_image: str, router_image: str, image_pull_policy: str) -> None:
+def render_command(rollout_file: TextIO, namespace: str | None, coordinator_image: str, router_image: str, image_pull_policy: str) -> None:
     """Print the objects that the operator would create for an SGLangRollout, as YAML.
 
     Owner references have no UID, and there are no credentials, because only a cluster has them.
     """
-    fleet = build_preview(find_rollout(load_objects(rollout_file), rollout_file.name), [])
+    rollout = place_rollout(find_rollout(load_objects(rollout_file), rollout_file.name), [], namespace)
+    check_rollout(rollout, [], rollout_file.name)
+    fleet = build_preview(rollout, [])
     if fleet.rollout is None:
         raise click.ClickException(fleet.invalid)
     settings = Settings(coordinator_image=coordinator_image, router_image=router_image, image_pull_policy=image_pull_policy)
     click.echo("---\n".join(to_yaml(child) for child in render_all(fleet.rollout, settings)), nl=False)
+
+
+def _namespace(obj: Object) -> str:
+    return str(obj["metadata"].get("namespace") or "default")
+
+
+def _find_stored(rollout: Object, live: Sequence[Object]) -> Object | None:
+    """Return the live SGLangRollout of the same namespace and name."""
+    identity = (KIND, _namespace(rollout), rollout["metadata"]["name"])
+    return next((obj for obj in live if (obj["kind"], _namespace(obj), obj["metadata"]["name"]) == identity), None)
 
 
 def _flatten(documents: Sequence[object], source: str) -> Iterator[Object]:

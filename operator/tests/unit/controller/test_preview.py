@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,9 @@ from tests.unit.controller.support.worlds import SETTINGS, cr
 
 Object = dict[str, Any]
 IMAGES = [f"--coordinator-image={SETTINGS.coordinator_image}", f"--router-image={SETTINGS.router_image}"]
+
+
+HEAD = "apiVersion: rollout.sglang.io/v1alpha1\nkind: SGLangRollout\nmetadata: {name: demo}\n"
 
 
 @pytest.fixture
@@ -102,14 +107,19 @@ def test_fewer_replicas_delete_the_highest_index(tmp_path: Path, rollout: Object
         ("kind: SGLangRollout\nmetadata: {}\n", "holds a SGLangRollout without metadata.name"),
         ("- a\n", "holds a document that is no Kubernetes object"),
         ("a: [", "is not valid YAML"),
-        ("kind: SGLangRollout\nmetadata: {name: demo}\nspec: {}\n", "spec.model: Field required"),
+        ("kind: SGLangRollout\nmetadata: {name: demo}\nspec: {}\n", "apiVersion: must be rollout.sglang.io/v1alpha1"),
+        (f"{HEAD}spec: {{}}\n", "spec.model: required"),
+        (f"{HEAD}spec: {{model: {{path: m}}, engine: {{image: i}}, replica: 3}}\n", "spec.replica: unknown field"),
+        (f"{HEAD}spec: {{model: {{path: m}}, engine: {{image: i, eplb: true}}}}\n", "spec.engine: "),
     ],
 )
 def test_an_unusable_file_is_refused_with_its_reason(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "cr.yaml").write_text(text)
-    result = CliRunner().invoke(plan_command, [f"--file={tmp_path / 'cr.yaml'}"])
-    assert result.exit_code == 1
-    assert message in result.output
+    for command in (plan_command, render_command):
+        result = CliRunner().invoke(command, [f"--file={tmp_path / 'cr.yaml'}"])
+        assert result.exit_code == 1
+        assert message in result.output
+        assert "Traceback" not in result.output
 
 
 def test_render_prints_every_child_as_the_operator_applies_it(tmp_path: Path, rollout: Object) -> None:
@@ -120,8 +130,54 @@ def test_render_prints_every_child_as_the_operator_applies_it(tmp_path: Path, ro
     assert list(yaml.safe_load_all(result.output)) == render_all(SGLangRollout.model_validate(named), SETTINGS)
 
 
-def test_render_refuses_an_invalid_spec(tmp_path: Path, rollout: Object) -> None:
-    rollout["spec"] = {}
+def in_namespace(objects: list[Object], namespace: str) -> list[Object]:
+    return [{**obj, "metadata": {**obj["metadata"], "namespace": namespace}} for obj in objects]
+
+
+def test_the_namespace_is_that_of_the_live_object(tmp_path: Path, rollout: Object) -> None:
+    """With ``default``, every child would seem to be missing."""
+    assert preview(tmp_path, rollout, in_namespace(live_objects(), "ml"))[0] != "nothing to do: every child is as the spec says"
+    lines = preview(tmp_path, rollout, in_namespace(live_objects(), "ml"))
+    assert not [line for line in lines if line.endswith("does not exist")], lines
+
+
+@pytest.mark.parametrize(
+    ("own", "words", "places", "message"),
+    [
+        ("other", [], ["ml"], "SGLangRollout demo is in the namespace other, and the live objects are in ml"),
+        (None, ["--namespace=other"], ["ml"], "SGLangRollout demo is in the namespace other, and the live objects are in ml"),
+        (None, [], ["ml", "rl"], "in the namespaces ml, rl: add --namespace"),
+        ("ml", ["--namespace=rl"], ["ml"], "names the namespace ml, and --namespace names rl"),
+    ],
+)
+def test_a_doubtful_namespace_is_refused(
+    tmp_path: Path, rollout: Object, own: str | None, words: list[str], places: list[str], message: str
+) -> None:
+    rollout["metadata"] |= {"namespace": own} if own else {}
     (tmp_path / "cr.yaml").write_text(yaml.safe_dump(rollout))
-    result = CliRunner().invoke(render_command, [f"--file={tmp_path / 'cr.yaml'}", *IMAGES])
-    assert (result.exit_code, "spec.model: Field required" in result.output) == (1, True)
+    live = [obj for place in places for obj in in_namespace(live_objects(), place)]
+    (tmp_path / "live.yaml").write_text(yaml.safe_dump_all(live))
+    result = CliRunner().invoke(plan_command, [f"--file={tmp_path / 'cr.yaml'}", f"--live={tmp_path / 'live.yaml'}", *words])
+    assert result.exit_code == 1
+    assert message in result.output
+
+
+def test_rules_about_changes_compare_with_the_live_object(tmp_path: Path, rollout: Object) -> None:
+    rollout["spec"] |= {"scheduling": {"queueName": "q"}}
+    (tmp_path / "cr.yaml").write_text(yaml.safe_dump(rollout))
+    (tmp_path / "live.yaml").write_text(yaml.safe_dump_all(live_objects()))
+    result = CliRunner().invoke(plan_command, [f"--file={tmp_path / 'cr.yaml'}", f"--live={tmp_path / 'live.yaml'}"])
+    assert result.exit_code == 1
+    assert "queueName" in result.output
+
+
+def test_commands_need_no_library_of_the_operator(tmp_path: Path, rollout: Object) -> None:
+    (tmp_path / "cr.yaml").write_text(yaml.safe_dump(rollout))
+    code = (
+        "import sys; sys.modules.update(dict.fromkeys(['kopf', 'kubernetes', 'aiohttp', 'prometheus_client']));"
+        "from sglang_rollout.cli import main; main(sys.argv[1:])"
+    )
+    for command in ("plan", "render"):
+        words = [sys.executable, "-c", code, command, "-f", str(tmp_path / "cr.yaml")]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
