@@ -68,9 +68,11 @@ class EngineChecks:
         row, place = wrong[0]
         token, lead = best[row][place]
         stale = "all are those of the previous version" if tokens == self._before else "they are of neither version"
+        cached = answer[row].meta_info.get("cached_tokens", 0)  # above 0: the engine used a prefix of older weights
         return (
             f"generates other tokens than the policy at version {version}: {len(wrong)} of {len(tokens) * PROBE_TOKENS}; {stale}; the first"
-            f" is token {place} of probe {row}: {tokens[row][place]} and not {token}, whose log-probability is {lead:.2g} higher"
+            f" is token {place} of probe {row}: {tokens[row][place]} and not {token}, whose log-probability is {lead:.2g} higher;"
+            f" {cached} tokens of the prompt came from the engine's cache"
         )
 
 

@@ -77,7 +77,7 @@ def test_every_engine_with_other_tokens_is_named(checks: Any) -> None:
     assert "engine-0" not in message
     assert f"Engine engine-1 at {old.url} generates other tokens than the policy at version 1: 192 of 192;" in message
     assert "all are those of the previous version" in message
-    assert f"the first is token 0 of probe 0: {found} and not {wanted}, whose log-probability is 1 higher" in message
+    assert f"the first is token 0 of probe 0: {found} and not {wanted}, whose log-probability is 1 higher; 0 tokens of the" in message
     assert f"Engine engine-2 at {late.url} answers with version ['0'], not 1" in message
     assert "Engine engine-3 at http://127.0.0.1:1 does not answer after the push of version 1" in message
     assert check.pushes == 0
