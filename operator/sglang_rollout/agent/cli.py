@@ -25,6 +25,7 @@ from sglang_rollout.agent.engine import Engine, RunFiles, StartBarrier
 from sglang_rollout.agent.gate import Gate
 from sglang_rollout.agent.launch.head_pod import HeadPod
 from sglang_rollout.agent.launch.member_pod import MemberPod, member_app
+from sglang_rollout.agent.launch.rank_lifecycle import START_SECONDS
 from sglang_rollout.agent.own_model import OwnModel
 from sglang_rollout.agent.plugin import MemberPluginWatch, PluginWatch
 from sglang_rollout.agent.plugin_reports import PluginReports
@@ -64,6 +65,8 @@ class Place:
     own: Address
     """This pod's gate, by its IP."""
     files: RunFiles
+    start_seconds: int
+    """Time limit for the start of all ranks."""
 
     def data_address(self, data_listen: Endpoint | None) -> Address | None:
         """Return where other pods copy staged versions from this pod; None without such a port."""
@@ -132,6 +135,13 @@ class Settings:
 @click.option("--leader", "head", type=ADDRESS, help="With --nodes: the gate of pod 0.")
 @click.option("--advertise", type=ADDRESS, help="With --nodes: this pod's own gate, by its IP.")
 @click.option(
+    "--start-seconds",
+    type=click.IntRange(1),
+    default=int(START_SECONDS),
+    show_default=True,
+    help="With --nodes: time limit from the start of the ranks until all are up.",
+)
+@click.option(
     "--model-path", help="Model that the engine was started with; checkpoints are compared with it [default: as the engine reports]."
 )
 @click.option(
@@ -196,6 +206,7 @@ def command(
     node_rank: int,
     head: Address | None,
     advertise: Address | None,
+    start_seconds: int,
     log_level: str,
     log_format: str,
     **options: Any,
@@ -203,7 +214,7 @@ def command(
     """Run the sidecar of one engine."""
     configure_logging(log_level, log_format)
     credentials = read_token_file(token_file)
-    place = _parse_place(nodes, node_rank, head, advertise, options["boot_file"])
+    place = _parse_place(nodes, node_rank, head, advertise, options["boot_file"], start_seconds=start_seconds)
     settings = Settings(listen=listen, credentials=credentials, place=place, **options)
     if urlsplit(settings.engine_url).scheme != "http" or not urlsplit(settings.engine_url).hostname:
         raise click.BadParameter(f"{settings.engine_url!r} is not an http URL", param_hint="--engine-url")
@@ -239,14 +250,16 @@ def _check_fleet_url(url: str) -> None:
         raise click.BadParameter(f"{url!r} is not the URL of a fleet: write http://host:port or https://…", param_hint="--fleet-url")
 
 
-def _parse_place(nodes: int, rank: int, head: Address | None, own: Address | None, boot_file: Path | None) -> Place | None:
+def _parse_place(
+    nodes: int, rank: int, head: Address | None, own: Address | None, boot_file: Path | None, *, start_seconds: int
+) -> Place | None:
     if nodes == 1:
         return None
     if head is None or own is None or boot_file is None:
         raise click.UsageError("--nodes needs --leader, --advertise and --boot-file: the pods of an engine must find one another")
     if rank >= nodes:
         raise click.BadParameter(f"{rank} is too large for {nodes} pods: they count from 0", param_hint="--node-rank")
-    return Place(nodes, rank, head, own, RunFiles(boot_file))
+    return Place(nodes, rank, head, own, RunFiles(boot_file), start_seconds)
 
 
 async def run(settings: Settings) -> None:
@@ -270,7 +283,13 @@ async def run(settings: Settings) -> None:
         if place is not None:
             barrier = StartBarrier(place.files)
             head_pod = HeadPod(
-                agent, barrier, size=place.nodes, own=place.head, folder=settings.state_dir, credentials=settings.credentials
+                agent,
+                barrier,
+                size=place.nodes,
+                own=place.head,
+                folder=settings.state_dir,
+                credentials=settings.credentials,
+                start_seconds=place.start_seconds,
             )
             agent.explain_down = head_pod.explain_down
         reports = _plugin_reports(settings)

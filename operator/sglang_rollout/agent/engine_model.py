@@ -6,15 +6,14 @@ Called by :mod:`.checkpoint`, which compares a checkpoint with this model.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sglang_rollout.checkpoints.folder import CancelCheck, Model, ProblemsError, read_model
+from sglang_rollout.sglang.api import HUB_NAME
 
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _MAIN = "main"
 _ROOTS_CACHE = Path("/root/.cache/huggingface/hub")
 """Cache in SGLang's images, which run as root. The agent does not run as root."""
@@ -77,7 +76,7 @@ def read_engine_model(model: EngineModel, check_cancelled: CancelCheck) -> tuple
 def hub_folder(model: EngineModel, environ: Mapping[str, str]) -> Path | None:
     """Return the folder of a hub model's revision in the first cache that holds it; None if no readable cache does."""
     name, revision = str(model.path), model.revision or _MAIN
-    if not _HUB_NAME.fullmatch(name) or ".." in revision.split("/"):
+    if not HUB_NAME.fullmatch(name) or ".." in revision.split("/"):
         return None
     for cache in _caches(model, environ):
         repository = cache / f"models--{name.replace('/', '--')}"

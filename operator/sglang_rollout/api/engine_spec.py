@@ -326,6 +326,9 @@ class Engine(EngineFlags):
     check_memory_balance: bool = True
     """End SGLang at its start if one of its GPUs has less free memory than the others. False: SGLang only warns
     (`SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK`)."""
+    start_seconds: int = Field(default=1800, ge=60, le=86400)
+    """Seconds that an engine may take to start, with a download of its model; then it is restarted. For an engine of several pods the time
+    begins when all its pods run."""
     cache: Cache | None = None
     """Keep compiled kernels (Triton, inductor, FlashInfer, DeepGEMM, …) between pods, so that engines start faster."""
     resources: Resources = Resources()

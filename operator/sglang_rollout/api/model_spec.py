@@ -8,7 +8,8 @@ from pydantic import Field
 
 from sglang_rollout.api.engine_spec import EnvVar, Resources
 from sglang_rollout.api.network_spec import ABSOLUTE
-from sglang_rollout.api.schema import ApiModel, map_list, plain_path, rule, rules, with_rules
+from sglang_rollout.api.schema import QUANTITY, ApiModel, map_list, plain_path, rule, rules, with_rules
+from sglang_rollout.sglang.api import HUB_NAME
 
 OWN_FOLDERS = ("/bin", "/dev", "/etc", "/lib", "/lib64", "/opt", "/proc", "/run", "/sbin", "/sys", "/tmp", "/usr", "/var/run")  # noqa: S108
 """Folders of images and of the operator, which a mount would hide."""
@@ -99,6 +100,9 @@ class Model(ApiModel):
     """Volume of the model files. Without it they are in the image, in a mount of `podTemplate`, or on the network."""
     download: Download | None = None
     """Download the files before the engine starts: into `volume`, or into a volume that is deleted with the pod."""
+    cache_size: str = Field(default="500Gi", max_length=32, pattern=QUANTITY)
+    """Limit of a pod's own volume for the files that it downloads: those of a Hugging Face name, or of `download` without `volume`. They
+    are on the disk of the node (ephemeral storage), and are deleted with the pod. A pod that exceeds the limit is evicted."""
     offline: bool = False
     """The engine sends no requests to Hugging Face (`HF_HUB_OFFLINE`, `TRANSFORMERS_OFFLINE`). A download may."""
     served_name: str | None = Field(default=None, min_length=1, max_length=256, pattern=r"^[^:\s]+$")
@@ -107,3 +111,8 @@ class Model(ApiModel):
     """SGLang's `--load-format`, for example `auto`, `safetensors`, or `dummy` for random weights until the first update."""
     trust_remote_code: bool = False
     """Run Python code of the model's repository. Only for repositories that you trust."""
+
+    @property
+    def is_fetched_by_engine(self) -> bool:
+        """True if the engine itself downloads the files: the path is a name on Hugging Face, and no field says where its files are."""
+        return HUB_NAME.fullmatch(self.path) is not None and self.volume is None and self.download is None and not self.offline

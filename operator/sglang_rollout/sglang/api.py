@@ -5,6 +5,7 @@ Facts of SGLang 0.5.20 to 0.5.23.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any
@@ -18,6 +19,9 @@ FIRST_WITH_SESSIONS: Version = (0, 5, 21)
 """First version with ``/begin_weight_update`` and ``/end_weight_update``."""
 FIRST_WITH_PING: Version = (0, 5, 23)
 """First version in which ``/ping`` answers 200 only after the warm-up."""
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+"""Values of ``--model-path`` that name a model on Hugging Face: ``name`` or ``organisation/name``."""
 
 
 class ControlCall(StrEnum):

@@ -51,7 +51,17 @@ _MARGIN_SECONDS = 2.0
 class HeadPod:
     """Agent of the head pod in its role towards the member pods."""
 
-    def __init__(self, agent: Agent, barrier: StartBarrier, *, size: int, own: Address, folder: Path, credentials: Credentials) -> None:
+    def __init__(
+        self,
+        agent: Agent,
+        barrier: StartBarrier,
+        *,
+        size: int,
+        own: Address,
+        folder: Path,
+        credentials: Credentials,
+        start_seconds: float = rank_lifecycle.START_SECONDS,
+    ) -> None:
         self._agent = agent
         self._barrier = barrier
         self._own = own
@@ -62,7 +72,7 @@ class HeadPod:
         record, problem = load(self._record_path, GenerationRecord)
         if problem:
             log.warning("%s: all pods of the engine restart.", problem)
-        self.ranks = Ranks(agent.name, size, record)
+        self.ranks = Ranks(agent.name, size, record, start_seconds)
         self._reports: dict[int, MemberReport] = {}
 
     def report(self, report: MemberReport) -> GroupReply:

@@ -37,7 +37,7 @@ MIN_FAILED_ATTEMPTS = 4
 SILENT_AFTER_SECONDS = 5.0
 """Silence of a rank's agent after which the rank is not started, and its pod is checked."""
 START_SECONDS = 1800.0
-"""Time limit from the start until all ranks are up: a large model may first have to be downloaded."""
+"""Default of :attr:`Ranks.start_seconds`."""
 
 
 class GenerationRecord(Message):
@@ -99,6 +99,8 @@ class Ranks:
     engine: str
     size: int
     record: GenerationRecord = field(default_factory=GenerationRecord)
+    start_seconds: float = START_SECONDS
+    """Time limit from the start until all ranks are up: a large model may first have to be downloaded."""
     members: Mapping[int, Member] = field(default_factory=dict)
     links: Mapping[int, Link] = field(default_factory=dict)
     unreachable: Mapping[int, str] = field(default_factory=dict)
@@ -220,9 +222,9 @@ def _find_loss(ranks: Ranks, now: float) -> str:
     for rank, link in sorted(ranks.links.items()):
         if link.is_lost(now):
             return f"pod {ranks.pod(rank)} could not be reached for {GRACE_SECONDS:.0f} s"
-    if not record.came_up and now - record.started_at >= START_SECONDS:
+    if not record.came_up and now - record.started_at >= ranks.start_seconds:
         late = ", ".join(ranks.pod(rank) for rank in range(ranks.size) if rank not in ranks.members or not ranks.members[rank].up)
-        return f"it was not up {START_SECONDS:.0f} s after its start ({late})"
+        return f"it was not up {ranks.start_seconds:.0f} s after its start ({late}); engine.startSeconds is the limit"
     return ""
 
 

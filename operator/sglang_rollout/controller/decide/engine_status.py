@@ -199,7 +199,17 @@ def _judge_pod(fleet: FleetView, engine: EngineView, pod: Pod) -> Verdict:
         return Verdict(EnginePhase.STARTING, Reason.PODS_NOT_READY, f"{trouble.text}; it is starting again.")
     if pod.node is None:
         return Verdict(EnginePhase.PENDING, Reason.PODS_NOT_READY, "its pod waits for the scheduler.")
-    return Verdict(EnginePhase.STARTING, Reason.PODS_NOT_READY, "it is starting.")
+    return Verdict(EnginePhase.STARTING, Reason.PODS_NOT_READY, f"it is starting.{_describe_download(fleet, pod)}")
+
+
+def _describe_download(fleet: FleetView, pod: Pod) -> str:
+    """Return an addition to a message: the pod downloads the model to the disk of its node, which may take long or be too small."""
+    if fleet.rollout is None or not pod.download_limit:
+        return ""
+    return (
+        f" Its pod downloads {fleet.rollout.spec.model.path} to the disk of its node (ephemeral storage, at most {pod.download_limit}), as"
+        " each new pod does; model.volume with model.download keeps the files."
+    )
 
 
 def _list_avoided_nodes(fleet: FleetView) -> str:

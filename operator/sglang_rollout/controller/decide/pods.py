@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from enum import Enum, auto
 from functools import cached_property
 from typing import NamedTuple
 
-from sglang_rollout.api.pod_template import ENGINE_CONTAINER, GATE_CONTAINER
+from sglang_rollout.api.pod_template import ENGINE_CONTAINER, GATE_CONTAINER, MODEL_VOLUME
 from sglang_rollout.controller.render import names
+from sglang_rollout.controller.render.engines import GRACE_SECONDS
 from sglang_rollout.kube.resources import Object, find_mounted_secrets
 from sglang_rollout.wire.agent import is_group_restart
 
@@ -38,6 +40,10 @@ _NOISE_LINE = re.compile(
     re.IGNORECASE,
 )
 _MAX_QUOTED_CHARACTERS = 400
+_KILLED = (137, 143)
+"""Exit codes of a process that SIGKILL or SIGTERM ended."""
+_KILL_DELAY_SECONDS = 30
+"""Time for the last attempt of a probe, and for the kubelet to act on it."""
 
 
 class EngineEnd(NamedTuple):
@@ -199,6 +205,12 @@ class Pod:
         """Return True if the pod has this volume."""
         return any(volume.get("name") == name for volume in self.spec.get("volumes") or [])
 
+    @cached_property
+    def download_limit(self) -> str:
+        """Limit of the pod's own volume for the model that it downloads; empty if it has none."""
+        found: Object = next((volume for volume in self.spec.get("volumes") or [] if volume.get("name") == MODEL_VOLUME), {})
+        return str((found.get("emptyDir") or {}).get("sizeLimit") or "")
+
     def find_trouble(self, *, failed_before: bool = False) -> Trouble | None:
         """Return why the pod does not come up; None if no problem is known.
 
@@ -216,6 +228,8 @@ class Pod:
             if reason in CREATE_REASONS:
                 return Trouble(TroubleKind.CREATE, f"container {name} cannot be created: {waiting.get('message') or reason}")
             ended = self._failed_end(status)
+            if ended and name == ENGINE_CONTAINER and (limit := self._missed_start(ended)):
+                return Trouble(TroubleKind.CRASH, f"container {name} {_describe_slow_start(limit, ended)}{_restarts(status)}")
             if ended:
                 # The kubelet restarts a container at once the first time, and backs off if it ends again soon after.
                 kind = TroubleKind.CRASH if failed_before or reason == CRASH_REASON else TroubleKind.RESTART
@@ -262,6 +276,21 @@ class Pod:
             return _last_failure(status)
         return None if status.get("ready") or status.get("started") else _last_end(status)
 
+    def _missed_start(self, ended: Object) -> int:
+        """Return the time limit of the engine's start if the kubelet ended the engine because of it; 0 otherwise.
+
+        The pods of a larger engine wait for each other, so the agent of its head pod limits the start, and reports it.
+        """
+        probe = _container(self.spec, ENGINE_CONTAINER).get("startupProbe") or {}
+        limit = int(probe.get("failureThreshold", 0)) * int(probe.get("periodSeconds", 0))
+        if not limit or self.has_engine_flag(names.NODES_FLAG) or ended.get("reason") == "OOMKilled":
+            return 0
+        first, last = (str(ended.get(key) or "") for key in ("startedAt", "finishedAt"))
+        if ended.get("exitCode") not in _KILLED or not first or not last:
+            return 0
+        seconds = (datetime.fromisoformat(last) - datetime.fromisoformat(first)).total_seconds()
+        return limit if limit <= seconds <= limit + GRACE_SECONDS + _KILL_DELAY_SECONDS else 0
+
     def _pod_failure(self) -> Trouble | None:
         if self.status.get("phase") != "Failed":
             return None
@@ -281,6 +310,12 @@ def _describe_end(ended: Object) -> str:
     how = "was killed for using more memory than its limit (OOMKilled)" if reason == "OOMKilled" else f"exited with code {code}"
     line = find_error_line(str(ended.get("message") or ""))
     return f"{how}: {line}" if line else how
+
+
+def _describe_slow_start(limit: int, ended: Object) -> str:
+    line = find_error_line(str(ended.get("message") or ""))
+    text = f"was not up {limit} s after its start, and was restarted: raise engine.startSeconds, or see its log"
+    return f"{text} ({line})" if line else text
 
 
 def find_error_line(text: str) -> str:

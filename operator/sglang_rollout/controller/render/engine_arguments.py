@@ -88,6 +88,7 @@ def agent_args(rollout: SGLangRollout, engine: str, ports: EnginePorts) -> list[
         head = f"{_head_pod_host(rollout, engine)}:{ports.gate}"
         # Brackets, because the address may be IPv6. Around IPv4 they are ignored.
         args += ["--nodes", str(pods), "--node-rank", _RANK, "--leader", head, "--advertise", f"[$({_IP_ENV})]:{ports.gate}"]
+        args += ["--start-seconds", str(rollout.spec.engine.start_seconds)]
     if rollout.spec.mode is Mode.HYBRID:
         args.append("--takes-tensors")
     args += plugin.agent_arguments(rollout)

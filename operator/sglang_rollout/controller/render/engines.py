@@ -13,6 +13,7 @@ Their agents (:mod:`sglang_rollout.agent.launch.rank_lifecycle`) start and end a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from sglang_rollout.api.limits_spec import CUSTOM_LOGIT_PROCESSOR, gate_options
@@ -28,15 +29,13 @@ from sglang_rollout.controller.render.placement import CLAIM, keep_near, keep_of
 from sglang_rollout.controller.render.preflight import preflight
 from sglang_rollout.controller.render.resources import own_resources
 from sglang_rollout.controller.render.start import DRAIN_SCRIPT, DRAIN_SECONDS, start_script
-from sglang_rollout.controller.render.storage import downloads, mounts, volumes, with_shared_mounts
+from sglang_rollout.controller.render.storage import downloads, mounts, volumes, with_hub_cache, with_shared_mounts
 from sglang_rollout.wire.ports import AGENT_ENGINE, AGENT_HEALTH, GATE_HEALTH
 
-START_SECONDS = 1800
-"""How long an engine of one pod may take to start, including the download of a large model."""
 WAIT_SECONDS = 24 * 3600
 """How long a pod may wait for the other pods of its engine, which may pull images for hours or wait for a node.
 
-The agents limit the start itself, because they know when it began.
+The agent of the head pod limits the start itself, because it knows when the start began.
 """
 PROBE_SECONDS = 5
 GRACE_SECONDS = DRAIN_SECONDS + 30
@@ -62,12 +61,12 @@ def engine_template(rollout: SGLangRollout, settings: Settings, index: int, revi
     """Return the pod template of an engine: the operator's, with the user's overlay over it."""
     own, overlay = _pod_template(rollout, settings, index, revision), rollout.spec.pod_template
     if overlay is None:
-        return with_shared_mounts(own)
+        return with_hub_cache(with_shared_mounts(own), rollout)
     # exclude_unset, not exclude_none: a null that the user wrote removes a key.
     merged = merge(own, overlay.model_dump(mode="json", by_alias=True, exclude_unset=True))
     merged = merge(merged, {"metadata": {"labels": own["metadata"]["labels"]}})
     keep_near(merged["spec"], rollout, index)
-    return with_shared_mounts(merged)
+    return with_hub_cache(with_shared_mounts(merged), rollout)
 
 
 def _statefulset(rollout: SGLangRollout, settings: Settings, index: int, revision: str) -> Object:
@@ -173,7 +172,7 @@ def _agent(rollout: SGLangRollout, settings: Settings, name: str, ports: EngineP
 def _engine(rollout: SGLangRollout, name: str, ports: EnginePorts) -> Object:
     engine, resources = rollout.spec.engine, _engine_resources(rollout)
     script = start_script(rollout, preflight(rollout, resources, ports))
-    attempts = (START_SECONDS if engine.pods == 1 else WAIT_SECONDS) // PROBE_SECONDS
+    attempts = math.ceil((engine.start_seconds + (WAIT_SECONDS if engine.pods > 1 else 0)) / PROBE_SECONDS)
     return {
         "name": ENGINE_CONTAINER,
         "image": engine.image,

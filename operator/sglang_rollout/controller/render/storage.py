@@ -27,6 +27,12 @@ CACHE_DIR = "/var/cache/sglang-rollout"
 """Path of the cache in the engine's container."""
 _NOT_SHARED = frozenset(RESERVED_VOLUMES) - {MODEL_VOLUME}
 
+HUB_DIR = "/var/cache/huggingface"
+"""Path of the engine's own Hugging Face cache in its container. No other container has it, because model code can write there."""
+HUB_VARIABLE = "HF_HUB_CACHE"
+_DOWNLOAD_FLAG = "--download-dir"
+_CACHE_FOLDERS = frozenset({".cache", "huggingface"})
+"""Parts of the path of a mount over the cache of an image."""
 HUB_VARIABLES = ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME")
 """Variables by which huggingface_hub finds its cache."""
 
@@ -43,7 +49,7 @@ def volumes(rollout: SGLangRollout) -> list[Object]:
         kind = "DirectoryOrCreate" if model.download else "Directory"
         result.append({"name": MODEL_VOLUME, **volume_source(model.volume.claim, model.volume.host_path, kind)})
     elif model.download:
-        result.append({"name": MODEL_VOLUME, "emptyDir": {}})
+        result.append(_own_volume(rollout))
     if cache:
         result.append({"name": CACHE_VOLUME, **volume_source(cache.claim, cache.host_path, "DirectoryOrCreate")})
     return result
@@ -97,6 +103,37 @@ def volume_source(claim: str | None, host_path: str | None, kind: str) -> Object
     if claim:
         return {"persistentVolumeClaim": {"claimName": claim}}
     return {"hostPath": {"path": host_path, "type": kind}}
+
+
+def with_hub_cache(template: Object, rollout: SGLangRollout) -> Object:
+    """Return the pod template with a volume for what the engine downloads, so that the files outlive the engine's container.
+
+    A cache that the user chose stays: the variable would hide it.
+    """
+    spec = template["spec"]
+    engine = next(container for container in spec["containers"] if container["name"] == ENGINE_CONTAINER)
+    if not rollout.spec.model.is_fetched_by_engine or _has_hub_cache(engine):
+        return template
+    cached = {
+        **engine,
+        "env": [*(engine.get("env") or []), {"name": HUB_VARIABLE, "value": HUB_DIR}],
+        "volumeMounts": [*engine["volumeMounts"], {"name": MODEL_VOLUME, "mountPath": HUB_DIR}],
+    }
+    containers = [cached if container is engine else container for container in spec["containers"]]
+    return {**template, "spec": {**spec, "containers": containers, "volumes": [*spec["volumes"], _own_volume(rollout)]}}
+
+
+def _own_volume(rollout: SGLangRollout) -> Object:
+    """Return a volume of the pod for the files of the model."""
+    return {"name": MODEL_VOLUME, "emptyDir": {"sizeLimit": rollout.spec.model.cache_size}}
+
+
+def _has_hub_cache(engine: Object) -> bool:
+    """Return True if the user says where the engine's downloads are, by a variable, a flag or a mount."""
+    has_variable = any(variable.get("name") in HUB_VARIABLES for variable in engine.get("env") or [])
+    has_flag = any(str(argument).partition("=")[0] == _DOWNLOAD_FLAG for argument in engine.get("args") or [])
+    folders = {part for mount in engine["volumeMounts"] for part in str(mount.get("mountPath", "")).split("/")}
+    return has_variable or has_flag or not folders.isdisjoint(_CACHE_FOLDERS)
 
 
 def with_shared_mounts(template: Object) -> Object:

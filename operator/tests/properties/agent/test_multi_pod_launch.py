@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import settings
@@ -276,6 +276,10 @@ def test_an_engine_that_never_comes_up_is_restarted() -> None:
     for rank in range(2):
         ranks = g.record_report(ranks, rank, g.Member(f"b{rank}", g.START_SECONDS, started=True, up=rank == 0))
     assert "(e-1)" in g.advance(ranks, g.START_SECONDS).record.loss
+    patient = replace(ranks, start_seconds=2 * g.START_SECONDS)
+    assert g.advance(patient, g.START_SECONDS).is_running
+    late = g.advance(patient, 2 * g.START_SECONDS).record.loss
+    assert late == "it was not up 3600 s after its start (e-1); engine.startSeconds is the limit"
 
 
 def end_repeatedly(after: float, *, comes_up: bool = False) -> g.Ranks:
