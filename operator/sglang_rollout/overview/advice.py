@@ -34,6 +34,10 @@ ADVICE: Mapping[str, str] = {
         "correct the cause, which the message has; then delete the pods of the engine, or change the spec (Several nodes)."
     ),
     Reason.NAME_TAKEN: "delete that object, or rename the rollout.",
+    Reason.FIELDS_CONTESTED: (
+        "exclude the rollout's objects (label rollout.sglang.io/rollout) from what the other client manages, and set in the SGLangRollout"
+        " what you want, for example in podTemplate."
+    ),
     Reason.APPLY_FAILED: "follow the quoted message.",
     Reason.INVALID_CERTIFICATE: "follow the message; the operator looks at the Secret again within 10 s (Encrypt the URL).",
     Reason.NOT_ALLOWED: "leave it out of the spec, or ask the administrator of the operator for the chart value that the message names.",
@@ -48,6 +52,9 @@ ADVICE: Mapping[str, str] = {
     ),
     Reason.HOST_NETWORK: "restrict the ports of the nodes by other means, or set engine.network.hostNetwork: false.",
     Reason.UPDATE_FAILED: "push again.",
+    Reason.UPDATES_REFUSED: (
+        "turn off what the message names, for example SGLANG_OPT_DEEPGEMM_HC_PRENORM=0 in the environment of the engine's container."
+    ),
     Reason.PARTLY_COMMITTED: "nothing; the next complete push includes them, and with Staged they load their copies before it.",
     Reason.NODES_AVOIDED: "look at the node.",
     Reason.SNAPSHOT_FAILED: "follow the message; the weight store tries again after a minute and with the next version.",
