@@ -30,6 +30,8 @@ def check_push(arguments: Mapping[str, Any], waits: tuple[str, ...]) -> None:
         ValueError: An argument is wrong.
     """
     for name, value in (("named_tensors", arguments["named_tensors"]), ("specs", arguments["specs"] or ())):
+        if callable(getattr(value, "state_dict", None)):
+            require(f"{name} is a model ({type(value).__name__}); pass its state_dict(), which has the name of each weight.")
         if not isinstance(value, Iterable) or isinstance(value, str | bytes):
             require(f"{name} is {type(value).__name__}; pass model.state_dict(), or a list with an entry for each tensor.")
     wait, snapshot, checksums = arguments["wait"], arguments["snapshot"], arguments["checksums"]

@@ -292,7 +292,9 @@ def push_failure(phase: str, error: BaseException, advice: str | None = None) ->
         advice = ALREADY_COMMITTED if error.fleet.get("reason") == UpdateReason.TOO_FEW_ENGINES else advice
         code = error.fleet.get("reason")
         known = code if isinstance(code, str) else None
-        return PushFailed(phase=phase, reason=error.reason, engine=_blamed_engine(error.fleet), advice=advice, code=known)
+        cause = error.fleet.get("cause")  # the message also says what is in this exception's other fields
+        reason = cause if isinstance(cause, str) and cause else error.reason
+        return PushFailed(phase=phase, reason=reason, engine=_blamed_engine(error.fleet), advice=advice, code=known)
     return PushFailed(phase=phase, reason=str(error), advice=advice)
 
 

@@ -158,7 +158,9 @@ def read_spec(name: Any, tensor: Any) -> TensorSpec:
     if problem is not None:
         raise ValueError(problem)
     if not callable(getattr(tensor, "element_size", None)) or not hasattr(tensor, "shape"):
-        raise ValueError(f"{name!r} is of type {type(tensor).__name__}, not a torch tensor; leave it out.")
+        is_array = hasattr(tensor, "shape") and hasattr(tensor, "dtype")
+        advice = "convert it to one, for example with torch.from_numpy(...)" if is_array else "if it holds no weights, leave it out"
+        raise ValueError(f"{name!r} is of type {type(tensor).__name__}, not a torch tensor; {advice}.")
     if getattr(tensor, "is_meta", False):
         raise ValueError(f"Tensor {name!r} is on the meta device and has no values; materialize it first.")
     if str(getattr(tensor, "layout", "torch.strided")) != "torch.strided":

@@ -278,7 +278,8 @@ async def fail_update(
         paused = Update({}, current.since, author=current.author, bytes=None, reason=code)
         fleet.transaction.end(summarize_update(fleet, fleet.target(), UpdateOutcome.ABORTED, paused, given_up))
     blamed = ({"engine": engine} if engine is not None else {}) | ({"reason": code.value} if code is not None else {})
-    answer = Answer(400, sentence, {**fleet.advice(), **blamed, "phase": phase.value, "engines": results_by_engine(results or {})})
+    details = {"phase": phase.value, "cause": reason, "engines": results_by_engine(results or {})}
+    answer = Answer(400, sentence, {**fleet.advice(), **blamed, **details})
     if update is not None and code is not UpdateReason.WITHDRAWN:
         fleet.transaction.failed = describe_failed_update(update, current, answer)
     fleet.transaction.close()

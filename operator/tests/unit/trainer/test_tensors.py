@@ -88,13 +88,21 @@ def test_names_are_cleaned_to_those_of_the_checkpoint() -> None:
     assert (spec.name, spec.dtype, spec.shape, spec.nbytes) == ("model.layers.0.mlp.up_proj.weight", "bfloat16", (2, 3), 12)
 
 
+class Array:
+    """As NumPy's and JAX's arrays: the weight must not be left out."""
+
+    shape = (2, 3)
+    dtype = "float32"
+
+
 @pytest.mark.parametrize(
     ("tensors", "sentence"),
     [
         ({}, "there is no tensor to push"),
         (iter(()), "there is no tensor to push"),
         ([Tensor()], "an entry is of type Tensor, not a pair of name and tensor"),
-        ({"w": 3}, "'w' is of type int, not a torch tensor"),
+        ({"w": 3}, "'w' is of type int, not a torch tensor; if it holds no weights, leave it out"),
+        ({"w": Array()}, "'w' is of type Array, not a torch tensor; convert it to one, for example with torch.from_numpy"),
         ({"": Tensor()}, "'' is not the name of a tensor"),
         ({"_orig_mod": Tensor()}, "'_orig_mod' is not the name of a tensor"),
         ({"w": Tensor(is_meta=True)}, "Tensor 'w' is on the meta device"),
@@ -192,7 +200,7 @@ def test_a_refused_push_only_reads(fake: FakeFleet) -> None:
                 fleet.push(tensors, version=1)
             assert failed.value.phase == "prepare"
         assert "Tensor 'b' is not in the engines' model. Nothing was sent, and the fleet is unchanged." in _first(fleet)
-    assert {path for path, _ in fake.calls} == {"/health", "/fleet", "/fleet/tensors"}
+    assert {path for path, _ in fake.calls} == {"/fleet/health", "/health", "/fleet", "/fleet/tensors"}
     assert fake.counts["/fleet/tensors"] == 1, "read once per epoch"
 
 

@@ -1,0 +1,50 @@
+"""What a failed push says: the reason once, the phase once, and one advice, which loses no weight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from sglang_rollout.trainer import FleetRefused, PushFailed, connect
+from sglang_rollout.trainer.push import push_failure
+from sglang_rollout.trainer.upload import UNCHANGED
+from tests.unit.trainer.support.scripted_fleet import FakeFleet
+
+MESSAGE = (
+    "engine e1 did not take the tensors: no memory (phase transfer). The update was given up: version 3 stays committed, and e1 "
+    "stay closed until a complete update. Open a new process group with world_size=3 and push again."
+)
+
+
+def test_a_failure_names_its_phase_and_its_advice_once() -> None:
+    details = {"phase": "transfer", "cause": "engine e1 did not take the tensors: no memory.", "engine": "e1", "reason": "EngineFailed"}
+    text = str(push_failure("transfer", FleetRefused("/update_weights_from_distributed", 400, MESSAGE, details)))
+    assert text.lower().count("push again") == 1
+    assert text.lower().count("transfer") == 1
+    assert "did not take the tensors: no memory." in text
+
+
+@pytest.mark.parametrize("reason", ["The update ended while its commit waited for engines. Push again.", "it ended", "Push again."])
+@pytest.mark.parametrize("advice", [UNCHANGED, None])
+def test_a_message_of_the_fleet_with_an_advice_is_followed_by_no_second_one(reason: str, advice: str | None) -> None:
+    assert str(push_failure("end", FleetRefused("/fleet/updates", 409, reason), advice)).count("Push again") == 1
+
+
+def test_other_advice_stays() -> None:
+    assert str(PushFailed(phase="commit", reason="It failed. Push again.", advice="Look at GET /fleet.")).count("Push again.") == 1
+
+
+class Model:
+    """As a torch.nn.Module; torch.nn.Sequential is iterable, too."""
+
+    def state_dict(self) -> dict[str, object]:
+        return {}
+
+    def __iter__(self) -> Iterator[object]:
+        return iter([object()])
+
+
+def test_a_model_in_place_of_its_weights_is_refused(fake: FakeFleet) -> None:
+    with connect(fake.url, timeout=5) as fleet, pytest.raises(ValueError, match=r"is a model \(Model\); pass its state_dict\(\)"):
+        fleet.push(Model(), version=1)  # type: ignore[arg-type]
