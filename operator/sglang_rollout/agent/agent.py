@@ -94,6 +94,8 @@ class Agent:
         """End of the time in which the agent may load a version without a call of the coordinator."""
         self.takes_copies = False
         """True in a pod for transport Staged."""
+        self.restarts_engine = False
+        """True if the kubelet restarts the engine's container when the agent asks for it."""
         self.list_copies: Callable[[], list[StagedCopy]] = list
         """Return the versions in the memory of the pod."""
         self.explain_down: Callable[[], Refusal | None] = lambda: None
@@ -140,7 +142,9 @@ class Agent:
         """Return the status message of this moment."""
         gate_open = self.gate.view is not None and self.gate.view.up
         status = s.status(self.state, name=self.name, gate_open=gate_open)
-        status = status.model_copy(update={"takes_copies": self.takes_copies, "staged": self.list_copies()})
+        status = status.model_copy(
+            update={"takes_copies": self.takes_copies, "staged": self.list_copies(), "restarts_engine": self.restarts_engine}
+        )
         if self.release_failure is not None:
             status = status.model_copy(update={"reason": self.release_failure.code, "message": self.release_failure.message})
         if self.giving_up_since is None:

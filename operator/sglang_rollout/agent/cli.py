@@ -279,6 +279,7 @@ async def run(settings: Settings) -> None:
             tensor_size=settings.tensor_size,
             requires_plugin=settings.reports_dir is not None and not settings.plugin_optional,
         )
+        agent.restarts_engine = files is not None
         head_pod = None
         if place is not None:
             barrier = StartBarrier(place.files)

@@ -90,7 +90,7 @@ def parse_result(path: str, status: int, body: Any) -> Result:
 def _failed_result(path: str, status: int, body: Any) -> Result:
     """Return the result of a call that was refused or failed."""
     fields = body if isinstance(body, dict) else {}
-    named = fields.get("code") if path in STORE_PATHS else None
+    named = fields.get("code") if path in (*STORE_PATHS, AGENT_ACTIVATE) else None
     code = next((code for code in RefusalCode if code.value == named), None)
     wrote = path != AGENT_ACTIVATE or fields.get("wrote") is not False
     return Result(ok=False, status=status, message=_message(body) or f"HTTP {status}.", code=code, wrote=wrote)

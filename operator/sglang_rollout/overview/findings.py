@@ -100,7 +100,7 @@ def _of_weights(seen: Observation) -> Iterator[Finding]:
             yield Finding(adapter.reason, f"Adapter {adapter.name}: {adapter.message}", is_problem=True)
     if record is not None and record.restarts:
         listed = ", ".join(record.engines[place].name for place in record.restarts if place < len(record.engines))
-        message = f"These engines may hold tensors of an update that failed, and their agents restart them: {listed}."
+        message = f"These engines may hold tensors of another update, and their agents restart them: {listed}."
         yield Finding("", message, "push again when they have restarted.")
 
 

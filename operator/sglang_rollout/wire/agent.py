@@ -60,6 +60,8 @@ class AgentStatus(Message):
     """The pod was made for transport Staged, and can hold copies of versions."""
     staged: list[StagedCopy] = Field(default_factory=list)
     """Versions in the memory of the pod (transport Staged), oldest first; without ``digest`` while they arrive."""
+    restarts_engine: bool = False
+    """The agent can have the engine's container restarted."""
     nccl: Nccl | None = None
     """NCCL of the engine's container; None: not known."""
     updates_refused: str = ""

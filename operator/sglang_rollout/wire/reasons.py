@@ -82,6 +82,8 @@ class RefusalCode(StrEnum):
     """The engine or the fleet is in a state that forbids the call."""
     BASE_MISSING = "BaseMissing"
     """A delta upload names a base that is not the committed version, or that the weight store lacks: upload all pieces whole."""
+    RESTART_NEEDED = "RestartNeeded"
+    """The engine holds tensors that the version does not have. It has to restart before it can load the version."""
     UPDATES_REFUSED = "UpdatesRefused"
     """SGLang refuses every update of the weights in an engine, because of how the engine was started."""
     MISDIRECTED = "Misdirected"
@@ -122,6 +124,7 @@ _STATUS = {
     RefusalCode.NOT_FOUND: 404,
     RefusalCode.CONFLICT: 409,
     RefusalCode.BASE_MISSING: 409,
+    RefusalCode.RESTART_NEEDED: 409,
     RefusalCode.UPDATES_REFUSED: 409,
     RefusalCode.MISDIRECTED: 421,
     RefusalCode.INTERNAL_ERROR: 500,

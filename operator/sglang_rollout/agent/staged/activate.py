@@ -64,7 +64,7 @@ class LeftTensorsError(ActivationError):
 
     def __init__(self, message: str) -> None:
         super().__init__(
-            Refusal(RefusalCode.CONFLICT, f"{message} The engine has to restart, or a version with them has to come."), wrote=False
+            Refusal(RefusalCode.RESTART_NEEDED, f"{message} The engine has to restart, or a version with them has to come."), wrote=False
         )
 
 

@@ -224,7 +224,8 @@ async def _find_missing(fleet: Fleet, update: Update, members: list[str]) -> str
     if groups:
         return describe_missing_stage(groups[0])
     rule = rule_of(fleet, update, await read_model(fleet))
-    lacking = rule.find_lacking(Held(blank=any(update.held[name].blank for name in members)))
+    blank = any(update.held[name].blank for name in members)
+    lacking = rule.find_lacking(Held(base=rule.opens_run, blank=blank))  # engines with other tensors restart, and load their copies then
     return f"the version lacks {lacking}: {WAY_OUT_STAGED}" if lacking is not None else ""
 
 
@@ -257,7 +258,8 @@ async def _fail_unless_enough(fleet: Fleet, update: Update, staged: StagedUpdate
 async def _load_canary(fleet: Fleet, update: Update, staged: StagedUpdate) -> Answer | None:
     """Let one engine load the version. Returns the answer for the trainer if none can.
 
-    An engine that refuses before its first write serves on, and the next one is tried.
+    An engine that refuses before its first write serves on, and the next one is tried. In a new run all may refuse, because the version
+    lacks tensors that they hold: it is committed then, and they restart and load it.
     """
     fleet.enter(Phase.CANARY)
     failed_canaries = 0
@@ -272,6 +274,8 @@ async def _load_canary(fleet: Fleet, update: Update, staged: StagedUpdate) -> An
                 await fail_update(fleet, UpdateReason.VERIFICATION_FAILED, f"engine {name} {wrong[name]}", engine=name) if wrong else None
             )
         await drop_failed(fleet, update, staged, results, "did not load the version")
+        if fleet.weights.opens_run and staged.restarting and not update.remaining():
+            return None  # no engine can try the version before all of them restart
         failed = await _fail_unless_enough(fleet, update, staged, results)
         failed_canaries += result.wrote
         if failed is not None:

@@ -17,12 +17,13 @@ from sglang_rollout.coordinator.update.requests import Answer, Body
 from sglang_rollout.coordinator.update.steps import ANSWER_MARGIN_SECONDS, PATIENCE_SECONDS, fence, same_body, send, write
 from sglang_rollout.coordinator.update.tensor_names import TensorNames
 from sglang_rollout.wire.agent import CheckpointRequest
-from sglang_rollout.wire.ports import AGENT_CHECKPOINT
+from sglang_rollout.wire.ports import AGENT_CHECKPOINT, FLEET_RUN
 from sglang_rollout.wire.states import BASE, EngineState
 
-WAY_OUT_STAGED = "push all of them in one update"
+WAY_OUT_STAGED = f"push all of them in one update, or open a run without them (POST {FLEET_RUN})"
 WAY_OUT = f"{WAY_OUT_STAGED}, or load a checkpoint with update_weights_from_disk"
 RESTARTING = "The engine restarts now, so that nothing of an earlier update is left in it: push again"
+RESTART_IT = "Restart the engine, which its agent cannot do here, so that nothing of an earlier update is left in it, and push again"
 Tensors = Collection[tuple[str, Collection[int] | None]]
 """Names and shapes; a shape that is not known is None."""
 MAX_NAMED = 8
@@ -131,7 +132,9 @@ def rule_of(fleet: Fleet, update: Update, model: Model) -> Rule:
     weights, before = fleet.weights, fleet.committed
     committed = TensorNames() if starts_from_base(fleet, update) else weights.names
     at_base = before is None or before.is_base
-    return Rule(TensorNames(sent_tensors(update)), committed, weights.doubt.names, model, starts_at_base=at_base)
+    return Rule(
+        TensorNames(sent_tensors(update)), committed, weights.doubt.names, model, starts_at_base=at_base, opens_run=weights.opens_run
+    )
 
 
 def find_unequal(update: Update) -> dict[str, str]:
@@ -155,10 +158,11 @@ def find_incomplete(fleet: Fleet, update: Update, model: Model) -> dict[str, Lac
     return find_lacking(rule_of(fleet, update, model), held)
 
 
-def describe_lacking(fleet: Fleet, lacking: Lacking) -> str:
-    """Return why an engine is not complete, as a clause."""
+def describe_lacking(fleet: Fleet, name: str, lacking: Lacking) -> str:
+    """Return why an engine is not complete, as a clause, and what to do."""
     if not lacking.is_committed:
-        return f"may hold tensors of an update that failed, and lacks {lacking}. {RESTARTING}"
+        way_out = RESTARTING if fleet.engines[name].restarts else RESTART_IT
+        return f"may hold tensors of another update, and lacks {lacking}. {way_out}"
     return f"did not hold version {fleet.committed} before and lacks {lacking}: {WAY_OUT}"
 
 

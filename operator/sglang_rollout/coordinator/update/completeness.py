@@ -7,6 +7,9 @@ announces say which tensors may have changed, and an engine is complete when an 
 * every name that this run has committed, unless the engine held the committed version when it joined the update, and
 * every name of the model, if nothing is known about the weights that the engine started with.
 
+A trainer that has asked for a new run (``POST /fleet/run``) may drop names. Nothing of the runs before may be left then: an engine that
+does not hold ``model.path`` needs every name that was committed, or restarts.
+
 A name that no push ever wrote keeps its value of ``model.path``. A name that the model does not have is not needed (:func:`find_lacking`).
 """
 
@@ -97,7 +100,7 @@ class Lacking:
     required: int
     """How many names the engine needs."""
     is_committed: bool
-    """True if one of these names was committed, or belongs to a model whose weights are not known. A restart does not help then."""
+    """True if the run has committed one of these names, or the model has it and its weights are not known. A restart does not help then."""
 
     def __str__(self) -> str:
         first = self.names.first()
@@ -117,6 +120,8 @@ class Rule:
     model: Model
     starts_at_base: bool = False
     """True if the fleet serves what ``model.path`` holds."""
+    opens_run: bool = False
+    """True if the trainer has asked for a new run, and the update is its first."""
 
     def find_lacking(self, held: Held) -> Lacking | None:
         """Return what the update lacks for an engine; None if the engine is complete.
@@ -126,9 +131,13 @@ class Rule:
         """
         needs_all = held.blank or (self.model.is_random and (self.starts_at_base or not held.committed))
         lasting = TensorNames(self.model.required) if needs_all else TensorNames()
-        if not held.committed:
-            lasting |= self.committed
-        required = lasting | self.doubt if held.doubt and not held.committed else lasting
+        required = lasting
+        if self.opens_run:
+            required |= TensorNames() if held.base else self.committed
+        elif not held.committed:
+            lasting = required = lasting | self.committed
+        if held.doubt and not held.committed:
+            required |= self.doubt
         if self.model.shapes is not None:
             listed = TensorNames(self.model.shapes)
             lasting, required = lasting & listed, required & listed

@@ -113,6 +113,11 @@ class Engine:
         return self.status is not None and (self.status.woken or self.status.state is EngineState.UNKNOWN)
 
     @property
+    def restarts(self) -> bool:
+        """True if its agent can have it restarted."""
+        return self.status is not None and self.status.restarts_engine
+
+    @property
     def updates_refused(self) -> str:
         """Why SGLang refuses updates of the weights in it, in SGLang's own sentences; empty if nothing is known."""
         return self.status.updates_refused if self.status is not None else ""

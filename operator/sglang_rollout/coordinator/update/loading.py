@@ -32,6 +32,7 @@ from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.sglang.checksums import Checksums, find_difference
 from sglang_rollout.wire.agent import AckRequest, AgentStatus
 from sglang_rollout.wire.ports import AGENT_ACTIVATE
+from sglang_rollout.wire.reasons import RefusalCode
 from sglang_rollout.wire.record import UpdateReason
 from sglang_rollout.wire.staged import ActivateRequest
 from sglang_rollout.wire.states import EngineState, FleetState, StagedVersion
@@ -155,15 +156,23 @@ async def note_loaded(fleet: Fleet, update: Update, staged: StagedUpdate, result
 async def drop_failed(fleet: Fleet, update: Update, staged: StagedUpdate, results: Results, what: str) -> None:
     """Drop the engines that failed, and note which of them are gone.
 
-    An engine that was restarted, drained or lost is no reason to fail an update: it loads the version when it is back.
+    An engine that was restarted, drained or lost, or that has to restart, is no reason to fail an update: it loads the version when it is
+    back.
     """
     failed = failures(results)
     if not failed:
         return
-    lost = await find_lost(fleet, failed, update.boots)
+    staged.restarting |= {name for name, result in failed.items() if result.code is RefusalCode.RESTART_NEEDED}
+    lost = await find_lost(fleet, failed, update.boots) | (staged.restarting & failed.keys())
     staged.lost |= lost
     for names, code in ((failed.keys() - lost, UpdateReason.ENGINE_FAILED), (lost, UpdateReason.ENGINE_LOST)):
-        update.drop({name: f"{what}: {failed[name].message}" for name in failed if name in names}, code)
+        texts = {name: _describe_restart(fleet, name) if name in staged.restarting else what for name in failed}
+        update.drop({name: f"{texts[name]}: {failed[name].message}" for name in failed if name in names}, code)
+
+
+def _describe_restart(fleet: Fleet, name: str) -> str:
+    who = "which its agent requests" if fleet.engines[name].restarts else "and its agent cannot restart it: do that by hand"
+    return f"has to restart before it loads the version, {who}"
 
 
 async def load_groups(fleet: Fleet, update: Update, staged: StagedUpdate, *, is_open: bool) -> None:
@@ -224,7 +233,8 @@ def waiting_engines(update: Update, staged: StagedUpdate) -> list[str]:
 def has_loaded_enough(fleet: Fleet, update: Update, staged: StagedUpdate) -> bool:
     """Return True if the engines that have loaded the version are as many as the policy asks for."""
     loaded = [name for name in update.remaining() if name in staged.loaded]
-    return is_enough(fleet, len(loaded), len(update.boots.keys() - staged.lost))
+    taking_part = update.boots.keys() - staged.lost
+    return is_enough(fleet, len(loaded), len(taking_part)) or bool(staged.restarting and not taking_part)
 
 
 def _next_wave(fleet: Fleet, update: Update, staged: StagedUpdate, rest: Iterable[str]) -> list[str]:

@@ -149,6 +149,9 @@ class StagedUpdate:
     lost: set[str] = field(default_factory=set)
     """Engines that were restarted or went away since the version was complete. They load it when they are back."""
 
+    restarting: set[str] = field(default_factory=set)
+    """Engines among them that restart first, because they hold tensors that the version does not have."""
+
     @property
     def is_complete(self) -> bool:
         """True if the store has the complete version. The trainer is not needed any more."""

@@ -60,7 +60,7 @@ async def drop_incomplete(fleet: Fleet, update: Update) -> None:
     proved = _find_proved(fleet, update, lacking, found)
     update.is_whole = any(update.held[name].base for name in proved)
     unproved = {name: what for name, what in lacking.items() if name not in proved}
-    update.drop({name: describe_lacking(fleet, what) for name, what in unproved.items()}, UpdateReason.INCOMPLETE)
+    update.drop({name: describe_lacking(fleet, name, what) for name, what in unproved.items()}, UpdateReason.INCOMPLETE)
     request_restarts(fleet, [name for name, what in unproved.items() if not what.is_committed])
 
 
@@ -102,7 +102,7 @@ def commit_names(fleet: Fleet, update: Update, version: Version, engines: Iterab
     names = weights.names
     if update.checkpoint is not None:
         names = TensorNames(update.checkpoint)
-    elif not update.names_unknown and (update.is_whole or starts_from_base(fleet, update)):
+    elif not update.names_unknown and (update.is_whole or weights.opens_run or starts_from_base(fleet, update)):
         names = TensorNames() if update.has_changed_nothing else sent
     elif not update.has_changed_nothing:
         names = (names | sent) - dropped

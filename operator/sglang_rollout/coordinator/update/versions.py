@@ -107,6 +107,11 @@ class Committed:
     commits: int = 0
     """Updates that this coordinator has committed."""
 
+    @property
+    def opens_run(self) -> bool:
+        """True if a trainer has asked for a new run that no commit has begun."""
+        return self.version is not None and self.next_run > self.version.run
+
     def commit(self, version: Version, author: str, max_staleness: int) -> None:
         """Make this the committed version, and tolerate as many older ones as the policy allows."""
         before = self.history or ([self.version] if self.version is not None else [])

@@ -6,9 +6,11 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 from e2e.engine import LabError, environment
 
 from tests.contract.support.trainer_dialects import Fleet, fleet
@@ -28,10 +30,10 @@ def lab(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         yield made
 
 
-def push(lab: Fleet, version: int, scale: float, *, prefix: str = "", check: bool = True) -> dict[str, Any]:
+def push(lab: Fleet, version: int, scale: float, *, prefix: str = "", check: bool = True, more: str = "") -> dict[str, Any]:
     variables = environment.environment_variables()
     variables["PYTHONPATH"] = os.pathsep.join([str(OPERATOR), variables["PYTHONPATH"]])
-    arguments = [lab.url, str(environment.model()), str(version), str(scale), prefix, str(int(check))]
+    arguments = [lab.url, str(environment.model()), str(version), str(scale), prefix, str(int(check)), more]
     command = [str(environment.python(make=False)), str(TRAINERS / "push_names.py"), *arguments]
     done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
@@ -68,3 +70,36 @@ def test_one_correct_push_repairs_a_fleet_that_committed_wrong_names(lab: Fleet)
     assert push(lab, 12, 0.8)["failed"] == ""
     lab.serving(2, SECONDS)
     assert lab.everywhere() == [(lab.expected[0.8], "12")] * 3
+
+
+@pytest.mark.parametrize("kind", ["sglang-unchecked", "sglang-staged-unchecked"])
+def test_a_new_run_repairs_a_fleet_whose_model_no_agent_knows(kind: str, tmp_path: Path) -> None:
+    with fleet(kind, tmp_path) as lab:
+        wrong = push(lab, 1, 0.6, more="policy.unknown")
+        assert wrong["failed"] == ""
+        assert "were not compared with the engines' model" in wrong["unchecked"]
+        lab.serving(2, SECONDS)
+        for index in (0, 1) if kind == "sglang-unchecked" else ():
+            restart(lab, index)  # now no engine holds the committed version, with which the others could be compared
+        refused = push(lab, 2, 0.8)
+        assert "or open a run without them (POST /fleet/run)" in refused["failed"]
+
+        assert requests.post(f"{lab.url}/fleet/run", timeout=10).status_code == 200
+        right = push(lab, 2, 0.8)
+        message = lab.document()["last_update"]["message"]
+        assert lab.document()["serving"] == 0, "what the engines hold may be of two runs"
+        for index in (0, 1):
+            restart(lab, index)
+        if kind == "sglang-staged-unchecked":
+            assert right["failed"] == ""
+            assert "has to restart before it loads the version, and its agent cannot restart it: do that by hand" in message
+        else:
+            assert "Restart the engine, which its agent cannot do here" in right["failed"]
+            assert push(lab, 2, 0.8)["failed"] == ""
+        lab.serving(2, SECONDS)
+        assert lab.everywhere() == [(lab.expected[0.8], "2")] * 3
+
+        restart(lab, 1)
+        assert push(lab, 3, 0.6)["failed"] == "", "the wrong name is not needed any more"
+        lab.serving(2, SECONDS)
+        assert lab.everywhere() == [(lab.expected[0.6], "3")] * 3

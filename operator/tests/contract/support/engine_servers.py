@@ -39,8 +39,8 @@ def stand_in(port: int, log: Path, *args: str) -> Engine:
     return Engine(port, command, log, package_variables())
 
 
-def sglang(port: int, log: Path, *, old: bool = False, args: Sequence[str] = ()) -> Engine:
-    return make_sglang(port, log=log, old=old, args=["--enable-metrics", *args])
+def sglang(port: int, log: Path, *, old: bool = False, args: Sequence[str] = (), model: Path | None = None) -> Engine:
+    return make_sglang(port, log=log, old=old, args=["--enable-metrics", *args], model=model)
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -29,6 +30,7 @@ SCALES = (0.6, 0.8, 1.5)
 """Factors of the model's tensors, which give weights that differ from each other and from the model's own."""
 OLD = {"stand-in": (), "old": (0, 1), "mixed": (0,), "sglang": (), "sglang-old": (0, 1), "sglang-mixed": (0,)} | {
     "staged": (), "staged-mixed": (0,), "sglang-staged": (), "sglang-staged-mixed": (0,), "staged-data": (), "sglang-staged-data": (),
+    "sglang-unchecked": (), "sglang-staged-unchecked": (),
 }  # fmt: skip
 """Indexes of the engines of each kind that are SGLang 0.5.20, or behave like it."""
 REFERENCE = """
@@ -128,9 +130,17 @@ def _engine(kind: str, index: int, folder: Path) -> Engine:
     if kind.endswith("-data"):
         return _two_replicas(kind, log)
     loader = ["--custom-weight-loader", LOADER] if is_staged(kind) else []
+    if kind.endswith("-unchecked"):
+        model = copy_without_weights(environment.model(), folder / f"model-{index}")
+        return sglang(free_port(), log, args=["--load-format", "dummy", *loader], model=model)
     if not kind.startswith("sglang"):
         return stand_in(free_port(), log, *(["--old"] if old else []), *loader)
     return sglang(free_port(), log, old=old, args=loader)
+
+
+def copy_without_weights(model: Path, folder: Path) -> Path:
+    """Copy a model without its tensors, whose names are not known to any agent then. SGLang fills the weights at random."""
+    return Path(shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors*")))
 
 
 def _two_replicas(kind: str, log: Path) -> Engine:

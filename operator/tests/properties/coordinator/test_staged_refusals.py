@@ -33,7 +33,7 @@ def test_the_refusal_of_an_upload_that_lacks_known_tensors_names_no_call_that_th
     answer = world.do(rq.CommitUpload(update))
     assert not answer.success
     assert "tensors of a complete push" in answer.message
-    assert "push all of them in one update (phase stage)" in answer.message
+    assert "push all of them in one update, or open a run without them (POST /fleet/run) (phase stage)" in answer.message
 
 
 def test_an_upload_that_does_not_fit_is_refused_before_a_byte_moves() -> None:

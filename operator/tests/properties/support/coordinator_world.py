@@ -204,10 +204,13 @@ class World:
             self.opened[1].update(dict.fromkeys(names, ("disk", body["model_path"]) if path == ControlCall.UPDATE_DISK.path else token))
 
     def _under(self, version: Version, before: dict[str, object]) -> dict[str, object]:
-        """Return the tensors before a commit: base weights if a new run begins on engines that all hold base weights."""
+        """Return the tensors before a commit: base weights if a run begins that the trainer asked for, or on engines with base weights."""
         present = [self.agents[engine.name] for engine in self.engines if engine.name in self.agents]
         rest = [name for name in NAMES if name not in self.opened[1]]
-        starts_again = version.run > self.history[-1].run and all(agent.tensors[name] == "base" for agent in present for name in rest)
+        latest = self.history[-1].run
+        is_wanted = self.machine.fleet.weights.next_run > latest
+        has_base = all(agent.tensors[name] == "base" for agent in present for name in rest)
+        starts_again = version.run > latest and (is_wanted or has_base)
         return dict.fromkeys(NAMES, "base") if starts_again else before
 
     def _witnesses(self, version: Version) -> list[str]:

@@ -275,7 +275,8 @@ class SimulatedAgent:
     def status(self) -> AgentStatus:
         found = s.status(self.core, name=self.name, gate_open=self.gate_open)
         staged = [StagedCopy(update=update, version=copy.version, bytes=8, digest=copy.digest) for update, copy in self.copies.items()]
-        return found.model_copy(update={"takes_copies": self.takes_copies, "staged": staged})
+        more = {"takes_copies": self.takes_copies, "staged": staged, "restarts_engine": self.restarts_itself}
+        return found.model_copy(update=more)
 
     @property
     def serves_copies(self) -> bool:
@@ -411,7 +412,7 @@ class SimulatedAgent:
         if is_gone or copy is None or copy.digest != body["digest"] or s.is_update_open(before) or (not works and not self.breaks):
             return refused
         if self.find_left(copy):
-            return replace(refused, message="this version lacks tensors that loads have written.")
+            return replace(refused, message="this version lacks tensors that loads have written.", code=RefusalCode.RESTART_NEEDED)
         if self.state is EngineState.CLEAN and self.version == ack.version:
             self._perform(ControlCall.PAUSE, {"mode": body["mode"]}, None)
             return replace(self._compute_checksum(), agent=None)

@@ -107,7 +107,7 @@ SCENES: dict[str, Scene] = {
             "Problem   UpdateFailed: The last weight update (to step-13) ended Failed: the trainer is gone.",
             "  To do   push again.",
             "Note      WeightsDiverged: Engine demo-engine-1: it holds part of an unfinished weight update",
-            "Note      These engines may hold tensors of an update that failed, and their agents restart them: demo-engine-1.",
+            "Note      These engines may hold tensors of another update, and their agents restart them: demo-engine-1.",
             "  To do   push again when they have restarted.",
             "demo-engine-1  Waiting  dirty",
             "step-13  Failed   5 s ago",
