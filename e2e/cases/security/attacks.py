@@ -427,13 +427,13 @@ ATTACKS = (
     Attack(
         "hybrid-gate",
         Source.OTHER_ENGINE,
-        "with `mode: Hybrid`, a trainer's call at its own gate, with headers that name a trainer's address as that of the caller",
+        "with `mode: Hybrid`, a trainer's call at its own gate, with headers that name a trainer, or the token of its trainers",
         (("POST", "/release_memory_occupation"), ("POST", "/update_weights_from_tensor")),
-        401,
-        "calls as the trainer from model code",
-        _UNAUTHENTICATED,
+        403,
+        "calls as the trainer from model code, which sees the tokens of calls if it takes the gate's port",
+        _FORBIDDEN,
         hosts=((Host.OWN_POD, GATE_PORT),),
-        headers=({}, *_NAMES_TRAINER),
+        headers=({}, *_NAMES_TRAINER, {"Authorization": "Bearer {token}"}),
     ),
     Attack("host-network", Source.HOST_NETWORK, "control calls", _SOME_CALLS, 403, "calls from any process of a node", _FORBIDDEN),
     Attack(
