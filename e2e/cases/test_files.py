@@ -11,6 +11,7 @@ from e2e.cases.actions import ask_engines, document, forward, generate, push, se
 from e2e.kube import ROOT, Kubectl, eventually
 from e2e.machine_token import HEADERS
 from e2e.stand_in import CKPT
+from sglang_rollout.plugin.refusal import read_refusal
 
 MODEL = "/models/tiny"
 ADAPTER_MAKER = (ROOT / "operator/tests/contract/support/make_adapter.py").read_text()
@@ -50,7 +51,8 @@ def test_running_engines_load_the_adapters_of_the_spec(kubectl: Kubectl, fleet: 
         set_adapters(kubectl, fleet, [])
         eventually("no engine holds the adapter", lambda: loaded(kubectl, fleet) == [])
     refused = generate(url, lora_path="math")
-    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "adapter_not_loaded")
+    refusal = read_refusal(refused.json()["error"]["message"])
+    assert (refused.status_code, refusal and refusal.code) == (400, "adapter_not_loaded")
     assert engine_pods(kubectl, fleet) == pods, "no engine was restarted for it"
 
 

@@ -226,15 +226,10 @@ class Agent:
             self.dispatch(ev.EngineDown("its container has been restarted"))
 
     def _gate_entries(self) -> dict[str, str]:
-        version, info = self.state.record.version, self.engine.info
-        # Only SGLang knows adapters of the command line.
-        knows_adapters = info.get("enable_lora") and not info.get("lora_paths")
-        loaded = frozenset(name for name, path in self.state.record.adapters.items() if path != s.UNKNOWN_PATH)
+        version = self.state.record.version
         return gate_entries(
             label=version.label if version is not None else "",
-            vocabulary=self.engine.vocabulary,
-            has_tokenizer=not info.get("skip_tokenizer_init"),
-            adapters=loaded if knows_adapters else None,
+            has_tokenizer=not self.engine.info.get("skip_tokenizer_init"),
             generates=self.engine.generates,
         )
 

@@ -20,7 +20,7 @@ _MAINTENANCE = 0x01 | 0x02 | 0x20 | 0x40
 """Bits of ``srv_admin_state`` that keep a server out (SRV_ADMF_MAINT). 0x04 only shows that the configuration says ``disabled``."""
 
 _QUOTED = 500
-"""Characters of a command that an error quotes. A command with a list of adapters has up to 15,000."""
+"""Characters of a command that an error quotes."""
 _LACKS = ("Unknown map identifier", "entry not found")
 """haproxy's answers to ``set map`` for an unknown map or key; haproxy has no codes."""
 _MAX_ANSWER_BYTES = 2**20
@@ -194,7 +194,7 @@ class GateKeeper:
                 if before.get(key) != value:
                     await self.client.set_entry(key, value)
         except GateLacksError as error:
-            log.warning("Answers will not name their version, or tokens and adapters are not checked: %s.", error)
+            log.warning("Answers will not name their version, or wrong paths are not refused: %s.", error)
         self._written = (pid, entries)
 
     async def close(self) -> None:

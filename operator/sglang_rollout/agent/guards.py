@@ -13,7 +13,6 @@ from sglang_rollout.agent import handles
 from sglang_rollout.agent import state as s
 from sglang_rollout.agent.interruption import Cause
 from sglang_rollout.plugin.install import LOADER
-from sglang_rollout.proxy.gate_map import ADAPTERS_LONGEST, encode_adapters
 from sglang_rollout.sglang.api import (
     DEFAULT_GROUP,
     DEFAULT_PAUSE_MODE,
@@ -93,8 +92,6 @@ def refusal(  # noqa: PLR0911, PLR0912 - one line per rule
         return _memory_refusal(call, record, body)
     if call == ControlCall.UPDATE_TENSOR:
         return _tensors_refusal(state.facts, body, is_activation=is_activation)
-    if call == ControlCall.LOAD_ADAPTER:
-        return _load_refusal(record, name_of(call, body))
     return _value_refusal(call, body)
 
 
@@ -209,16 +206,6 @@ def handles_refusal(body: dict[str, Any]) -> Refusal | None:
     problems = (handles.find_problem(payload) for payload in body["serialized_named_tensors"])
     found = next(filter(None, problems), "")
     return _invalid(f"{ControlCall.UPDATE_TENSOR}: {found}") if found else None
-
-
-def _load_refusal(record: s.EngineRecord, name: str) -> Refusal | None:
-    """Refuse an adapter whose name does not fit into the gate's list, because the gate would refuse all requests for it."""
-    if name in record.adapters or len(encode_adapters({*record.adapters, name})) <= ADAPTERS_LONGEST:
-        return None
-    return _invalid(
-        f"{ControlCall.LOAD_ADAPTER}: {len(record.adapters)} adapters are loaded. The list of all names, URL-encoded and with commas,"
-        f" may have at most {ADAPTERS_LONGEST} characters: unload adapters, or use shorter names.",
-    )
 
 
 def _memory_refusal(call: str, record: s.EngineRecord, body: dict[str, Any]) -> Refusal | None:

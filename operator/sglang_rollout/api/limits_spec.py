@@ -41,9 +41,9 @@ class Limits(ApiModel):
     """Prompts in one request."""
     samples_per_request: int = Field(default=65536, ge=1, le=1_000_000)
     """Samples of all prompts of one request."""
-    values_per_request: int = Field(default=300_000, ge=16, le=100_000_000)
-    """Keys and items of lists in one request, without prompts, token IDs and embeddings. SGLang writes a message about each value of a
-    wrong type."""
+    values_per_request: int = Field(default=20_000, ge=16, le=100_000_000)
+    """Keys and items of lists in one request, without token IDs, embeddings and objects of numbers (`logit_bias`). SGLang writes two
+    messages about each value of a wrong type, and converts each tool, and answers no other request meanwhile."""
     logprobs_per_token: int = Field(default=1024, ge=1, le=1_000_000)
     """Log-probabilities of each token (`top_logprobs_num`, `logprobs`, `top_logprobs`), and token IDs in `token_ids_logprob` and
     `label_token_ids`."""
@@ -71,13 +71,3 @@ def written_limits(limits: Limits) -> dict[str, Any]:
 def limits_options(limits: Limits) -> list[str]:
     """Return the option ``--limits`` of gate, front and batch server; none for the defaults."""
     return ["--limits", limits.model_dump_json(by_alias=True, exclude_defaults=True)] if limits != Limits() else []
-
-
-def gate_options(limits: Limits, *, custom_logit_processors: bool) -> list[str]:
-    """Return the options of ``proxy gate`` about requests that it refuses; none for the defaults.
-
-    Args:
-        limits: The limits of the spec.
-        custom_logit_processors: True if the engines run code from requests (``CUSTOM_LOGIT_PROCESSOR``).
-    """
-    return [*limits_options(limits), *(["--custom-logit-processors"] if custom_logit_processors else [])]

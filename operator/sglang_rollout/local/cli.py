@@ -42,7 +42,7 @@ from sglang_rollout.local.supervisor import Supervisor
 from sglang_rollout.local.weights import parse_weights
 from sglang_rollout.plugin.install import reports_folder
 from sglang_rollout.proxy.address import Address
-from sglang_rollout.proxy.cli import ADDRESS, NO_HAPROXY, find_haproxy, limits_option, prefix_cache_option, processors_option
+from sglang_rollout.proxy.cli import ADDRESS, NO_HAPROXY, find_haproxy, limits_option, prefix_cache_option
 from sglang_rollout.proxy.smg import POLICIES
 from sglang_rollout.sglang.api import PauseMode
 from sglang_rollout.wire.ports import FLEET, FLEET_HEALTH, METRICS
@@ -135,7 +135,6 @@ class NotReadyError(CannotStartError):
     help="File with the token that control calls from other machines send. Programs of this machine need none.",
 )
 @limits_option
-@processors_option
 @prefix_cache_option
 @click.option(
     "--plugin",
@@ -181,7 +180,6 @@ def command(
     weights_json: str,
     token_file: Path | None,
     limits: Limits,
-    custom_logit_processors: bool,
     shared_prefix_cache: bool,
     plugin: str,
     tensor_size: int | None,
@@ -221,7 +219,6 @@ def command(
         plugin=PluginUse(plugin),
         token_file=None if token_file is None else str(token_file.absolute()),
         limits=limits,
-        custom_logit_processors=custom_logit_processors,
         shared_prefix_cache=shared_prefix_cache,
     )
     runtime = _make_runtime_folder()

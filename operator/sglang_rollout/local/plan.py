@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from sglang_rollout.api.engine_spec import PluginUse
 from sglang_rollout.api.intent import Intent, WantedEngine, WantedStore
-from sglang_rollout.api.limits_spec import Limits, gate_options, limits_options
+from sglang_rollout.api.limits_spec import Limits, limits_options
 from sglang_rollout.api.weights_spec import Weights
 from sglang_rollout.proxy.address import Address
 from sglang_rollout.wire import ports as wire
@@ -138,8 +138,6 @@ class Plan:
     ports: tuple[int, ...]
     """Free loopback ports, as many as :func:`count_ports` returns."""
     limits: Limits = field(default_factory=Limits)
-    custom_logit_processors: bool = False
-    """True if the engines run code from requests (``--enable-custom-logit-processor``)."""
     reports: Path = Path()
     """Folder in which the plug-in inside the engines reports."""
     shared_prefix_cache: bool = False
@@ -169,13 +167,12 @@ class Plan:
     def children(self, folders: Folders) -> list[Child]:
         """Return all processes, in the order of their start."""
         smg, smg_metrics, coordinator, batches = (_loopback(port) for port in self.ports[:4])
-        gate_arguments = gate_options(self.limits, custom_logit_processors=self.custom_logit_processors)
         limits, store = limits_options(self.limits), self._store_addresses()
         children: list[Child] = []
         flags = {"--plugin-optional": self.plugin is PluginUse.OPTIONAL, "--shared-prefix-cache": self.shared_prefix_cache}
         plugin = ("--reports-dir", str(self.reports), *(flag for flag, is_set in flags.items() if is_set))
         for each in self._engine_addresses():
-            children += _engine_children(each, folders, gate_arguments, plugin)
+            children += _engine_children(each, folders, limits, plugin)
         children += self._store_children(folders)
         smg_line = ("proxy", "smg", "--listen", str(smg), "--metrics-listen", str(smg_metrics), "--policy", self.policy, *limits)
         # smg serves for 5 s after SIGTERM, but no request reaches it, because the front is stopped first.

@@ -14,7 +14,7 @@ import click
 from sglang_rollout.api.limits_spec import Limits, written_limits
 from sglang_rollout.plugin.install import REPORTS_FOLDER, default_folder, install_plugin
 from sglang_rollout.plugin.settings import SETTINGS_VARIABLE, dump_settings
-from sglang_rollout.proxy.cli import limits_option, prefix_cache_option, processors_option
+from sglang_rollout.proxy.cli import limits_option, prefix_cache_option
 
 ADVICE = 'start it in a shell after: eval "$(sglang-rollout plugin)"'
 """What to do about an engine that runs without the plug-in."""
@@ -30,7 +30,11 @@ _CODE = "plugin"
     help="Folder of the plug-in and of its reports. SGLang servers must be able to write it.",
 )
 @limits_option
-@processors_option
+@click.option(
+    "--custom-logit-processors",
+    is_flag=True,
+    help="Let requests with custom_logit_processor through: the engines have --enable-custom-logit-processor.",
+)
 @prefix_cache_option
 def command(*, folder: Path | None, limits: Limits, custom_logit_processors: bool, shared_prefix_cache: bool) -> None:
     """Install the plug-in for SGLang servers of this machine, and print the shell variables with which they must start.

@@ -26,7 +26,7 @@ class Limits:
     samples_per_prompt: int = 1024
     prompts_per_request: int = 16384
     samples_per_request: int = 65536
-    values_per_request: int = 300_000
+    values_per_request: int = 20_000
     logprobs_per_token: int = 1024
     grammar_bytes: int = 128 * 1024
     stop_regex_repetitions: int = 1

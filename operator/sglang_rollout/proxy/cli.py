@@ -33,8 +33,6 @@ from sglang_rollout.proxy.config import (
     fit_connections,
     front_config,
     gate_config,
-    guard_path,
-    guard_text,
     renewal_text,
 )
 from sglang_rollout.proxy.gate_map import UNSET, version_map_path
@@ -107,11 +105,6 @@ limits_option = click.option(
     show_default="those of spec.engine.limits",
     help="Largest requests, as in spec.engine.limits: '{\"samplesPerPrompt\": 2048}'.",
 )
-processors_option = click.option(
-    "--custom-logit-processors",
-    is_flag=True,
-    help="Let requests with custom_logit_processor through: the engines have --enable-custom-logit-processor.",
-)
 prefix_cache_option = click.option(
     "--shared-prefix-cache", is_flag=True, help="Let versions share one prefix cache (spec.engine.prefixCache: Shared)."
 )
@@ -154,7 +147,6 @@ def command() -> None:
 @_address("--agent", f"127.0.0.1:{ports.AGENT_PORT}", "The engine's agent.", ENDPOINT)
 @click.option("--socket", required=True, metavar="PATH", help="haproxy's stats socket, through which the agent opens and closes the gate.")
 @limits_option
-@processors_option
 @_metrics_listen
 @_probes_listen
 @_runtime_dir("the socket's folder")
@@ -167,7 +159,6 @@ def gate(
     agent: Endpoint,
     socket: str,
     limits: Limits,
-    custom_logit_processors: bool,
     metrics_listen: Address | None,
     probes_listen: Address | None,
     runtime_dir: Path | None,
@@ -192,8 +183,7 @@ def gate(
         text = gate_config(params)
     except ValueError as error:
         raise click.UsageError(str(error)) from None
-    guard = guard_text(limits, custom_logit_processors=custom_logit_processors)
-    files = {version_map_path(socket): UNSET, guard_path(socket): guard}
+    files = {version_map_path(socket): UNSET}
     _print_or_become("gate", text, runtime_dir or Path(socket).parent, only_print, files)
 
 

@@ -14,16 +14,13 @@ from sglang_rollout.api.limits_spec import Limits
 from sglang_rollout.keepalive import IDLE_SECONDS, LOST_SECONDS, PROBE_SECONDS, PROBES
 from sglang_rollout.proxy.address import Address, Endpoint, UnixSocket
 from sglang_rollout.proxy.gate_map import (
-    ADAPTERS_KEY,
     GENERATES_KEY,
     NO_VERSION,
     TOKENIZER_KEY,
     VERSION_KEY,
-    VOCABULARY_KEY,
     version_map_path,
 )
 from sglang_rollout.sglang.api import DATA_PATHS, DIRECT_PATHS, GENERATING_PATHS, HEALTH_PATHS, MODELS
-from sglang_rollout.sglang.sampling_types import SAMPLING_TYPES, WRONG_SAMPLING_PARAMS, WRONG_TYPE
 from sglang_rollout.sglang.smg_limits import GENERATE_PATTERN, OPENAI_PATTERN
 from sglang_rollout.wire import ports
 from sglang_rollout.wire.access import CALLER_HEADER
@@ -129,8 +126,7 @@ _NO_GENERATION = (
     "Use /classify, /encode, /v1/embeddings, /v1/classify, /v1/rerank or /v1/score.",
 )
 
-_REFUSED = '{"error": {"code": "%[var(txn.code)]", "type": "invalid_request_error", "message": "%[var(txn.refused)]"}}'
-"""The filter's messages contain nothing that JSON has to escape."""
+_NO_LENGTH = ("length_required", "The request has no Content-Length. Send its body with one, or send the request to the URL of the fleet.")
 
 _BATCH_PATHS = ("/generate", "/v1/completions")
 _BODY_WINDOW = 16384
@@ -176,7 +172,7 @@ class GateParams:
     socket: str
     """Path of the stats socket, through which the agent opens and closes the gate."""
     request_bytes: int = _REQUEST_BYTES
-    """Largest body of a data request. The file of the filter has the other limits."""
+    """Largest body of a data request. The plug-in in the engine checks the other limits."""
     maxconn: int = GATE_CONNECTIONS
     metrics: Address | None = None
     """Address at which the pod's metrics are served; None: nowhere."""
@@ -221,7 +217,7 @@ class FrontParams:
     generate: Address | None = None
     """Address that serves data paths and refuses control calls; None: nowhere."""
     request_bytes: int = _REQUEST_BYTES
-    """Largest body of a data request. The gates check the other limits."""
+    """Largest body of a data request. The plug-in in the engines checks the other limits."""
     maxconn: int = FRONT_CONNECTIONS
     threads: int = 2
     metrics: Address | None = None
@@ -252,11 +248,6 @@ def fit_connections(wanted: int, open_files: int, *, files: int) -> int:
     return max(_LEAST_CONNECTIONS, min(wanted, (open_files - _RESERVED_FILES) // files))
 
 
-def guard_path(socket: str) -> str:
-    """Return the path of the gate's filter against requests that would end the engine. The file must exist when haproxy starts."""
-    return f"{socket}.guard.lua"
-
-
 def gate_config(params: GateParams) -> str:
     """Return the configuration of a gate."""
     _check_path(params.socket, "the gate's socket")
@@ -268,14 +259,11 @@ def gate_config(params: GateParams) -> str:
         check_path=AGENT_GATE,
         version_map=version_map_path(params.socket),
         version_key=VERSION_KEY,
-        vocabulary_key=VOCABULARY_KEY,
-        guard=guard_path(params.socket),
-        refused=_REFUSED,
+        no_length=_body(*_NO_LENGTH, kind="invalid_request_error"),
         tokenizer_key=TOKENIZER_KEY,
         generates_key=GENERATES_KEY,
         generating_paths=" ".join(GENERATING_PATHS),
         no_generation=_body(*_NO_GENERATION, kind="invalid_request_error"),
-        adapters_key=ADAPTERS_KEY,
         no_tokenizer=_body(*_NO_TOKENIZER, kind="invalid_request_error"),
         no_version=NO_VERSION,
         version_header=VERSION_HEADER,
@@ -291,27 +279,6 @@ def gate_config(params: GateParams) -> str:
         per_address=params.maxconn - _reserved(params.maxconn) // 2,
         **_shared(params.maxconn, params.request_bytes),
     )
-
-
-def guard_text(limits: Limits, *, custom_logit_processors: bool = False) -> str:
-    """Return the gate's filter of requests, in haproxy's Lua.
-
-    Args:
-        limits: The largest requests that pass.
-        custom_logit_processors: True if the engine runs code from requests (``--enable-custom-logit-processor``).
-    """
-    settings = limits.model_dump(by_alias=True) | {"customLogitProcessors": custom_logit_processors}
-    tables = {"SETTINGS": settings, "SAMPLING_TYPES": SAMPLING_TYPES, "WRONG_TYPE": WRONG_TYPE}
-    head = "".join(f"local {name} = {{ {_lua_fields(values)} }}\n" for name, values in tables.items())
-    head += f"local WRONG_SAMPLING_PARAMS = {json.dumps(WRONG_SAMPLING_PARAMS)}\n"
-    templates = resources.files("sglang_rollout.proxy").joinpath("templates")
-    files = [templates.joinpath(name).read_text() for name in ("guard_fields.lua", "guard.lua", "guard_lists.lua")]
-    return "\n".join((head, *files))
-
-
-def _lua_fields(values: Mapping[str, object]) -> str:
-    """Return the fields of a table of words and numbers."""
-    return ", ".join(f"{name} = {json.dumps(value)}" for name, value in values.items())
 
 
 def renewal_text(certificate: Certificate) -> str:

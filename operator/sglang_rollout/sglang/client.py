@@ -18,7 +18,6 @@ from sglang_rollout.bounded import MIB, AnswerTooLargeError, open_connector, ope
 from sglang_rollout.sglang.api import (
     FIRST_WITH_PING,
     FIRST_WITH_SESSIONS,
-    GENERATE,
     LOADS,
     MODEL_INFO,
     OLDEST_SUPPORTED,
@@ -86,8 +85,6 @@ class EngineClient:
         """The last ``/server_info``, without secrets."""
         self.model_info: dict[str, Any] = {}
         """The last ``/model_info``."""
-        self.vocabulary: int | None = None
-        """Number of the model's tokens; None if it is not known."""
         self._http: aiohttp.ClientSession | None = None
         self._has_update_sessions: bool | None = None
 
@@ -173,7 +170,6 @@ class EngineClient:
         if not is_warm:
             await self._check_warm(numbers)
         self._has_update_sessions = await self._find_sessions(numbers)
-        self.vocabulary = await self._read_vocabulary() or self.vocabulary
 
     async def call(self, name: str, body: dict[str, Any]) -> Reply:
         """Send a control call and wait for its answer, however long that takes."""
@@ -225,18 +221,6 @@ class EngineClient:
         if status in (404, 405):
             return status == 405
         return version is None or version >= FIRST_WITH_SESSIONS
-
-    async def _read_vocabulary(self) -> int | None:
-        """Return the size of the vocabulary, which SGLang names only in its refusal of a bias for an unknown token."""
-        body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "logit_bias": {"-1": 0.0}}}
-        try:
-            reply = await self.post(GENERATE, body, timeout=POLL_SECONDS)
-        except EngineGoneError:
-            raise
-        except EngineError:
-            return None  # a paused engine keeps the request
-        found = re.search(rb"logit_bias .*\[0, (\d+)\]", reply.body)
-        return int(found[1]) + 1 if found else None
 
 
 def _parse_release(version: object) -> tuple[int, ...] | None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from sglang_rollout.api.limits_spec import CUSTOM_LOGIT_PROCESSOR, gate_options
+from sglang_rollout.api.limits_spec import limits_options
 from sglang_rollout.api.pod_template import AGENT_CONTAINER, ENGINE_CONTAINER, GATE_CONTAINER
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.controller.render import common, names, plugin, staging, tls
@@ -136,7 +136,7 @@ def _gate(rollout: SGLangRollout, settings: Settings, ports: EnginePorts) -> Obj
             *("--socket", names.GATE_SOCKET),
             *("--metrics-listen", f"[::]:{ports.metrics}"),
             *("--probes-listen", f"[::]:{ports.probes}"),
-            *gate_options(engine.limits, custom_logit_processors=CUSTOM_LOGIT_PROCESSOR in engine.args),
+            *limits_options(engine.limits),
         ],
         ports=common.container_ports(on_node=ports.on_node, http=ports.gate),
         startupProbe=http_probe(GATE_HEALTH, ports.probes, periodSeconds=1, timeoutSeconds=3, failureThreshold=60),

@@ -148,7 +148,7 @@ async def check_adapter(fleet: Fleet, ask: LoadAdapter) -> None:
 async def load(fleet: Fleet, ask: LoadAdapter, _checked: None = None) -> Answer:
     """Load an adapter on every engine, or on none.
 
-    An adapter of the same name is unloaded first. Meanwhile gates refuse requests for it.
+    An adapter of the same name is unloaded first. Meanwhile engines refuse requests for it.
     """
     _refuse_name(fleet, ask.name, "loaded")
     adapter = Adapter(name=ask.name, path=ask.path, pinned=ask.pinned)

@@ -65,31 +65,12 @@ async def test_an_engine_with_a_closed_gate_is_not_asked(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("data", "arrives"),
-    [
-        (b'{"\\u0069nput_ids": [5, 1e3]}', b'{"input_ids":[5,1000.0]}'),
-        (b'{"input_ids": [5, "99999"]}', b'{"input_ids":[5,"99999"]}'),
-        ('{"text": "é"}'.encode(), '{"text":"é"}'.encode()),
-        (b'{"text": "a", "text": "b"}', b'{"text":"b"}'),
-        (b'{"input": ["99999", "a"]}', b'{"input":["99999","a"]}'),
-    ],
+    "data", [b'{"\\u0069nput_ids": [5, 1e3]}', '{"text": "\u00e9"}'.encode(), b'{"text": "a", "text": "b"}', b"[1]", b"{"]
 )
-async def test_bodies_are_encoded_in_the_form_that_the_gates_filter_reads(lab: Lab, data: bytes, arrives: bytes) -> None:
+async def test_bodies_of_direct_paths_reach_the_engine_as_they_came(lab: Lab, data: bytes) -> None:
     seen = [echo(agent, agent.agent.name) for agent in lab.agents]
     assert (await lab.call("POST", "/classify", data=data))[0] == 200
-    assert seen[0] + seen[1] == [arrives]
-
-
-@pytest.mark.parametrize(
-    "data",
-    [b"[1]", b"{", b"[" * 5000, b'{"a":' * 100_000, '{"input_ids": [-1]}'.encode("utf-16"), b'{"input": }'],
-    ids=range(6),
-)
-async def test_bodies_that_are_no_json_objects_reach_no_engine(lab: Lab, data: bytes) -> None:
-    seen = [echo(agent, agent.agent.name) for agent in lab.agents]
-    status, _, answer = await lab.call("POST", "/classify", data=data)
-    assert (status, answer["error"]["code"]) == (400, "unreadable_body"), answer
-    assert seen == [[], []]
+    assert seen[0] + seen[1] == [data]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from e2e.engine import environment
 
+from sglang_rollout.plugin.refusal import Refusal, read_refusal
 from tests.contract.support.agent_pod import Answer, until
 from tests.contract.support.complete_fleet import CompleteFleet, complete_fleet
 from tests.support.paths import CONTRACT_SUPPORT
@@ -64,11 +65,11 @@ async def chat_text(fleet: CompleteFleet, **more: Any) -> str:
 
 
 async def refused(fleet: CompleteFleet, name: str) -> None:
-    """Assert that the gate refuses the adapter at every URL."""
+    """Assert that each engine refuses the adapter at every URL."""
     for at in (None, *(pod.url for pod in fleet.pods)):
         answer = await fleet.ask("POST", "/generate", {"input_ids": [5], "sampling_params": GREEDY, "lora_path": name}, at)
-        message = f"LoRA adapter {name} is not loaded; GET /fleet lists those that are."
-        assert (answer.status, answer.body["error"]) == (400, answer.body["error"] | {"code": "adapter_not_loaded", "message": message})
+        refusal = Refusal("adapter_not_loaded", f"LoRA adapter {name} is not loaded; GET /fleet lists those that are.")
+        assert (answer.status, read_refusal(answer.body["error"]["message"])) == (400, refusal)
 
 
 async def test_every_engine_serves_an_adapter_only_while_it_is_loaded(fleet: CompleteFleet, tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ async def test_a_request_that_would_end_sglang_does_not_reach_the_engine(
     ],
 )
 async def test_a_body_with_a_hidden_token_is_refused(fleet: CompleteFleet, body: str, code: str) -> None:
-    """The batch server writes an escaped key plainly before the gate sees the key."""
+    """SGLang parses a body once, so an escape hides no key."""
     async with fleet.http.post(fleet.url + CLASSIFY, data=body) as reply:
         assert reply.status == 400
         assert code in await reply.text()

@@ -195,6 +195,11 @@ def code_of(message: str) -> str | None:
     return refusal.code if refusal else None
 
 
+def code_in(answer: Any) -> str | None:
+    """Return the plug-in's code in an answer."""
+    return code_of(take_message(answer)[1])
+
+
 SAMPLE = {"text", "output_ids", "meta_info"}
 CHOICE = {"index", "logprobs", "finish_reason", "matched_stop"}
 CONTENT = {(COMPLETIONS, False): "text", (COMPLETIONS, True): "text", (CHAT, False): "message", (CHAT, True): "delta"}

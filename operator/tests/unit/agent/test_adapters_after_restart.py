@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -14,7 +13,6 @@ from sglang_rollout.agent.agent import Agent
 from sglang_rollout.agent.engine import Engine
 from sglang_rollout.agent.gate import Gate, GateView
 from sglang_rollout.agent.record import RecordFile
-from sglang_rollout.proxy.gate_map import ADAPTERS_KEY
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.sglang.client import Reply
 from sglang_rollout.wire.states import BASE, EngineState
@@ -28,7 +26,6 @@ class FakeEngine:
     """Answers about adapters as SGLang does."""
 
     info: ClassVar[dict[str, Any]] = {"enable_lora": True}
-    vocabulary = None
     generates = True
 
     def __init__(self, *held: str) -> None:
@@ -51,9 +48,7 @@ class FakeEngine:
 
 
 class FakeGate:
-    """Records the adapters that requests may name."""
-
-    names: Collection[str] | None = None
+    """A gate that does what it is asked."""
 
     async def view(self) -> GateView:
         return GateView(1, True, True)
@@ -62,20 +57,18 @@ class FakeGate:
         pass
 
     async def set_entry(self, key: str, value: str) -> None:
-        if key == ADAPTERS_KEY:
-            self.names = value.strip(",").split(",") if value != "," else []
+        pass
 
 
-def restarted(folder: Path, engine: FakeEngine, call: str, name: str) -> tuple[Agent, FakeGate]:
+def restarted(folder: Path, engine: FakeEngine, call: str, name: str) -> Agent:
     """An agent whose predecessor ended in the middle of this call."""
     began, _ = ev.step(s.State(record=HELD, up=True), ev.CallBegan(call, name, ("/new",) if call == ControlCall.LOAD_ADAPTER else ()))
     record = RecordFile(folder)
     record.save(began.record)
-    gate = FakeGate()
-    agent = Agent(name="e0", engine=cast(Engine, engine), gate=cast(Gate, gate), record_file=record)
+    agent = Agent(name="e0", engine=cast(Engine, engine), gate=cast(Gate, FakeGate()), record_file=record)
     agent.dispatch(ev.EngineIdentified(FACTS))
     agent.dispatch(ev.CoordinatorCalled(1, BASE))
-    return agent, gate
+    return agent
 
 
 @pytest.mark.parametrize("done", [True, False], ids=["the engine has done it", "it has not"])
@@ -84,30 +77,27 @@ async def test_an_adapter_of_an_interrupted_call_can_be_unloaded(tmp_path: Path,
     engine = FakeEngine("old")
     if done:
         engine.held ^= {name}
-    agent, gate = restarted(tmp_path, engine, call, name)
+    agent = restarted(tmp_path, engine, call, name)
     others = {"old": "/old"} if name == "new" else {}
     assert agent.status().adapters == {**others, name: ""}
-    await agent.gate.settle()
-    assert set(gate.names or ()) == set(others), "no request may name it"
     reply = await agent.control(ControlCall.UNLOAD_ADAPTER, {"lora_name": name}, 5)
     assert reply.ok
     assert agent.status().adapters == others
     assert name not in engine.held
     assert (await agent.control(ControlCall.LOAD_ADAPTER, {"lora_name": name, "lora_path": "/new"}, 5)).ok
     assert agent.status().adapters == {**others, name: "/new"}
-    assert set(gate.names or ()) == {*others, name}
 
 
 async def test_an_adapter_that_cannot_be_unloaded_stays_unknown(tmp_path: Path) -> None:
     engine = FakeEngine("old", "new")
-    agent, _ = restarted(tmp_path, engine, ControlCall.LOAD_ADAPTER, "new")
+    agent = restarted(tmp_path, engine, ControlCall.LOAD_ADAPTER, "new")
     engine.sick = "out of memory"
     assert (await agent.control(ControlCall.UNLOAD_ADAPTER, {"lora_name": "new"}, 5)).status == 400
     assert agent.status().adapters == {"old": "/old", "new": ""}
 
 
 async def test_the_unload_of_a_known_adapter_fails_if_the_engine_does_not_hold_it(tmp_path: Path) -> None:
-    agent, _ = restarted(tmp_path, FakeEngine(), ControlCall.LOAD_ADAPTER, "new")
+    agent = restarted(tmp_path, FakeEngine(), ControlCall.LOAD_ADAPTER, "new")
     reply = await agent.control(ControlCall.UNLOAD_ADAPTER, {"lora_name": "old"}, 5)
     assert (reply.status, "does not exist" in reply.body.decode()) == (400, True)
 
@@ -121,6 +111,6 @@ def test_completed_calls_and_earlier_engine_processes_leave_no_adapter_unknown(t
     ):
         state, _ = ev.step(state, event)
     assert ev.restore_state(state.record).record.adapters == {"old": "/old"}
-    agent, _ = restarted(tmp_path, FakeEngine(), ControlCall.LOAD_ADAPTER, "new")
+    agent = restarted(tmp_path, FakeEngine(), ControlCall.LOAD_ADAPTER, "new")
     agent.dispatch(ev.EngineIdentified(s.EngineFacts("b2", "default", "default")))
     assert agent.status().adapters == {}

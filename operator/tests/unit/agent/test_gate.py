@@ -17,10 +17,8 @@ from sglang_rollout.agent.engine import Engine
 from sglang_rollout.agent.gate import Gate, GateError, GateView
 from sglang_rollout.agent.record import RecordFile
 from sglang_rollout.agent.state import EngineRecord, State
-from sglang_rollout.proxy.gate_map import ADAPTERS_KEY, encode_adapters
+from sglang_rollout.proxy.gate_map import TOKENIZER_KEY
 from sglang_rollout.wire.states import BASE, EngineState, Version
-
-ADAPTERS = {f"adapter-{number}": "/a" for number in range(1000)}
 
 
 class Haproxy:
@@ -66,14 +64,14 @@ class Haproxy:
 
 
 def state_of(version: Version) -> State:
-    record = EngineRecord(state=EngineState.CLEAN, version=version, committed=version, adapters=dict(ADAPTERS))
+    record = EngineRecord(state=EngineState.CLEAN, version=version, committed=version)
     return State(record=record, up=True, informed=True)
 
 
 @asynccontextmanager
 async def agent_of(haproxy: Haproxy, folder: Path, *, timeout: float = 30) -> AsyncIterator[Agent]:
     async with await asyncio.start_unix_server(haproxy.serve, folder / "gate.sock"):
-        engine: Any = SimpleNamespace(vocabulary=100, generates=True, info={"enable_lora": True}, container_boot_id=lambda: None)
+        engine: Any = SimpleNamespace(generates=True, info={"skip_tokenizer_init": True}, container_boot_id=lambda: None)
         gate = Gate(folder / "gate.sock", timeout=timeout)
         agent = Agent(name="e0", engine=cast("Engine", engine), gate=gate, record_file=RecordFile(folder))
         agent.state = state_of(BASE)
@@ -84,35 +82,35 @@ async def agent_of(haproxy: Haproxy, folder: Path, *, timeout: float = 30) -> As
 
 async def test_a_gate_that_was_too_slow_receives_its_entries_again(tmp_path: Path) -> None:
     haproxy = Haproxy()
-    haproxy.answers["adapters"] = None
+    haproxy.answers["tokenizer"] = None
     async with agent_of(haproxy, tmp_path, timeout=1) as agent:
         await agent.gate.settle()
-        assert not haproxy.is_open, "it would refuse by an older list"
+        assert not haproxy.is_open, "it would serve by older entries"
         haproxy.answers.clear()
         agent.gate.client = Gate(agent.gate.client.socket, timeout=30)
         await agent.gate.settle()
-    assert "adapter-7" in haproxy.entries["adapters"]
+    assert haproxy.entries["tokenizer"] == "no"
     assert haproxy.is_open
 
 
 @pytest.mark.parametrize("answer", ["Unknown map identifier. Please use #<id> or <file>.\n", "entry not found.\n"])
 async def test_an_older_gate_without_the_map_is_opened_and_asked_once(tmp_path: Path, answer: str) -> None:
     haproxy = Haproxy()
-    haproxy.answers["adapters"] = answer
+    haproxy.answers["tokenizer"] = answer
     async with agent_of(haproxy, tmp_path) as agent:
         await agent.gate.settle()
         await agent.gate.settle()
     assert haproxy.is_open
-    assert haproxy.heard.count("adapters") == 1
+    assert haproxy.heard.count("tokenizer") == 1
 
 
 @pytest.mark.parametrize("answer", [None, "Out of memory.\n"])
 async def test_an_error_quotes_the_beginning_of_a_long_command(tmp_path: Path, answer: str | None) -> None:
     haproxy = Haproxy()
-    haproxy.answers["adapters"] = answer
+    haproxy.answers["tokenizer"] = answer
     async with agent_of(haproxy, tmp_path, timeout=1) as agent:
-        with pytest.raises(GateError, match=r"set map .* adapters ,adapter") as raised:
-            await agent.gate.client.set_entry(ADAPTERS_KEY, encode_adapters(ADAPTERS))
+        with pytest.raises(GateError, match=r"set map .* tokenizer xxx") as raised:
+            await agent.gate.client.set_entry(TOKENIZER_KEY, "x" * 15_000)
     assert len(str(raised.value)) < 2000
 
 
@@ -138,7 +136,7 @@ async def test_a_new_haproxy_receives_all_entries(tmp_path: Path) -> None:
         haproxy.heard.clear()
         haproxy.pid, haproxy.is_open = 8, False
         await agent.gate.settle()
-    assert {"version", "vocabulary", "tokenizer", "adapters"} <= set(haproxy.heard)
+    assert {"version", "tokenizer", "generates"} <= set(haproxy.heard)
     assert haproxy.is_open
 
 

@@ -88,24 +88,6 @@ def test_the_agent_itself_may_use_the_loader_of_staged_versions() -> None:
         assert guards.refusal(state, ControlCall.UPDATE_TENSOR, given, is_activation=True) is not None
 
 
-def test_no_more_adapters_are_loaded_than_fit_into_the_gates_list() -> None:
-    full, held = with_record(adapters={f"{n:060}": "/a" for n in range(245)}), f"{0:060}"
-    assert (
-        guards.refusal(with_record(adapters={f"{n:060}": "/a" for n in range(244)}), ControlCall.LOAD_ADAPTER, {"lora_name": f"{244:060}"})
-        is None
-    )
-    refused = guards.refusal(full, ControlCall.LOAD_ADAPTER, {"lora_name": f"{245:060}"})
-    assert refused is not None
-    assert refused.status == 400
-    assert "245 adapters are loaded" in refused.message
-    assert "15000 characters" in refused.message
-    assert guards.refusal(full, ControlCall.LOAD_ADAPTER, {"lora_name": held}) is None, "it is on the list already"
-    assert guards.refusal(full, ControlCall.UNLOAD_ADAPTER, {"lora_name": held}) is None
-    assert guards.refusal(CLEAN, ControlCall.LOAD_ADAPTER, {"lora_name": "é" * 2500}) is not None, (
-        "in the gate's list each é has six characters"
-    )
-
-
 def test_bodies_are_prepared_for_sglang() -> None:
     record = s.EngineRecord(interruption=RELEASED_CACHE)
     assert (

@@ -66,7 +66,7 @@ async def test_a_call_ends_even_if_its_result_cannot_be_written(tmp_path: Path) 
     async def view() -> None:
         raise GateError("no gate here")
 
-    engine: Any = SimpleNamespace(vocabulary=None, info={}, container_boot_id=lambda: None, call=call)
+    engine: Any = SimpleNamespace(info={}, container_boot_id=lambda: None, call=call)
     gate: Any = SimpleNamespace(view=view)
     agent = Agent(name="e0", engine=engine, gate=gate, record_file=RecordFile(tmp_path))
     agent.state = State(record=MEMORY, up=True, informed=True)

@@ -46,11 +46,10 @@ def test_each_engine_has_a_gate_and_an_agent_and_the_front_is_last() -> None:
 
 
 def test_gates_front_smg_and_batch_server_know_the_limits() -> None:
-    plan = replace(PLAN, limits=Limits(samples_per_prompt=9), custom_logit_processors=True)
+    plan = replace(PLAN, limits=Limits(samples_per_prompt=9))
     lines = {child.name: child.command for child in plan.children(FOLDERS)}
     limited = {name for name, line in lines.items() if ("--limits", '{"samplesPerPrompt":9}') in pairwise(line)}
     assert limited == {"local-engine-0-gate", "local-engine-1-gate", "batches", "front", "smg"}
-    assert {name for name, line in lines.items() if "--custom-logit-processors" in line} == {"local-engine-0-gate", "local-engine-1-gate"}
     assert not any("--limits" in child.command for child in PLAN.children(FOLDERS)), "defaults need no option"
 
 

@@ -34,11 +34,11 @@ def nested(levels: int) -> Any:
 @pytest.mark.parametrize(
     ("path", "body", "start"),
     [
-        (CHAT, {"messages": [1] * 300_000}, "above_limit: The request has more than 300000 values up to messages; engine.limits.valuesPer"),
-        (CHAT, {"messages": ["", {}] * 200_000}, "above_limit: The request has more than 300000 values up to messages"),
-        (CHAT, {"messages": [], "tools": [TOOL] * 100_000}, "above_limit: The request has more than 300000 values up to tools"),
-        (CHAT, {str(number): 1 for number in range(300_001)}, "above_limit: The request has more than 300000 values up to 300000"),
-        ("/v1/completions", {"prompt": ["a"] * 10**6}, "above_limit: The request has more than 300000 values up to prompt"),
+        (CHAT, {"messages": [1] * 300_000}, "above_limit: The request has more than 20000 values up to messages; engine.limits.valuesPer"),
+        (CHAT, {"messages": ["", {}] * 20_000}, "above_limit: The request has more than 20000 values up to messages"),
+        (CHAT, {"messages": [], "tools": [TOOL] * 100_000}, "above_limit: The request has more than 20000 values up to tools"),
+        (CHAT, {str(number): 1 for number in range(20_001)}, "above_limit: The request has more than 20000 values up to 20000"),
+        ("/v1/completions", {"prompt": ["a"] * 10**6}, "above_limit: The request has more than 20000 values up to prompt"),
         (CHAT, {"tools": [{"function": {"description": "x" * 131_073}}]}, "above_limit: tools and response_format have more than 131072"),
         (CHAT, {"tools": [{"x" * 131_073: 1}]}, "above_limit: tools and response_format have more than 131072 bytes"),
         (CHAT, {"messages": [{"content": LONG}]}, "above_limit: messages has 1601 characters, which is more than 1600: 16 for each token"),

@@ -17,7 +17,6 @@ from sglang_rollout.plugin.request import Facts
 from sglang_rollout.plugin.rules import AFTER_TOKENS, RULES, check
 from sglang_rollout.plugin.sampling import SAMPLING_TYPES
 from sglang_rollout.plugin.settings import Limits, Settings
-from sglang_rollout.sglang import sampling_types
 
 FACTS = Facts(vocabulary=2048, context=2048, hidden=4)
 REWARD = Facts(vocabulary=2048, context=2048, is_generation=False, generates=False, path="/classify")
@@ -297,10 +296,6 @@ def test_tokens_of_a_text_are_checked() -> None:
     assert after(input_ids=None) is None
     assert after(input_ids=[0, 2047]) is None
     assert str(after(input_ids=[5, 2048])) == "would_end_the_engine: The prompt has token 2048" + RANGE
-
-
-def test_types_of_sampling_parameters_are_those_of_the_batch_server() -> None:
-    assert dict(SAMPLING_TYPES) == dict(sampling_types.SAMPLING_TYPES)
 
 
 FIELDS = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
@@ -75,3 +76,9 @@ def test_a_run_is_one_file_name(run: str) -> None:
 def test_settings_are_one_line() -> None:
     assert "\n" not in dump_settings(reports="/run/r")
     assert json.loads(dump_settings(reports="/run/r"))["reports"] == "/run/r"
+
+
+def test_the_page_says_where_each_limit_is_enforced() -> None:
+    page = (Path(__file__).parents[4] / "docs" / "how-to" / "limit-requests.md").read_text()
+    rows = {line.split("`")[1] for line in page.splitlines() if line.startswith("| `") and "/test_" in line}
+    assert rows == {name_in_json(one.name) for one in fields(Limits)}

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from sglang_rollout.api.limits_spec import Limits
 from sglang_rollout.proxy.address import Address, UnixSocket
 from sglang_rollout.proxy.cli import find_haproxy
 from sglang_rollout.proxy.config import (
@@ -18,7 +17,6 @@ from sglang_rollout.proxy.config import (
     fit_connections,
     front_config,
     gate_config,
-    guard_text,
     renewal_text,
 )
 from sglang_rollout.proxy.gate_map import UNSET
@@ -66,7 +64,6 @@ def test_golden(name: str) -> None:
 def test_haproxy_accepts_the_configuration(name: str, tmp_path: Path) -> None:
     path = tmp_path / "haproxy.cfg"
     (tmp_path / "gate.sock.version").write_text(UNSET)
-    (tmp_path / "gate.sock.guard.lua").write_text(guard_text(Limits()))
     (tmp_path / "renewal.lua").write_text(renewal_text(Certificate(str(tmp_path / "front.pem"), str(tmp_path))))
     Authority().issue("demo-router.default.svc").write(tmp_path / "front.pem")
     text = TEXTS[name]
