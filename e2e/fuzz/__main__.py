@@ -6,14 +6,14 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 
 import click
 
 from e2e.engine import environment
-from e2e.fuzz.cases import Case, cases, sampling_cases
+from e2e.fuzz.cases import Case, cases, long_cases, sampling_cases
 from e2e.fuzz.fields import body_fields, sglang_source
 from e2e.fuzz.fleet import KINDS, RestartableFleet, restartable_fleet
 from e2e.fuzz.run import GROUP, Target, run
@@ -33,14 +33,14 @@ PORT = 27900
     "--out", type=click.Path(path_type=Path, file_okay=False), default=Path("out/fuzz"), show_default=True, help="Write findings here."
 )
 def main(*, seed: int, minutes: float, engines: int, kind: str, paths: tuple[str, ...], replay: Path | None, out: Path) -> None:
-    """Send cases, and end with 1 if one of them ended or hung an engine."""
+    """Send cases, and end with 1 if one of them ended or hung a process."""
     folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
     click.echo(f"Logs: {folder}", err=True)
     fields = body_fields(sglang_source(environment.python(make=False)))
     if replay is not None:
         wanted: Iterator[Case] = iter([Case(**json.loads(replay.read_text()))])
     else:
-        systematic = [] if paths or kind == "reward" else sampling_cases(fields[GENERATE])
+        systematic: Iterable[Case] = [] if paths or kind == "reward" else chain(long_cases(), sampling_cases(fields[GENERATE]))
         wanted = chain(systematic, cases(seed, {path: names for path, names in fields.items() if not paths or path in paths}))
     with restartable_fleet(folder, PORT, engines, kind) as fleet:
         found = list(findings(fleet, until(wanted, time.monotonic() + minutes * 60), out))

@@ -61,6 +61,24 @@ LARGE: Mapping[str, Callable[[], str]] = {
     "a tool with 20,000 words": lambda: json.dumps([_tool({"enum": [f"word{number}" for number in range(20_000)]})]),
     "100,000 keys": lambda: json.dumps({str(number): 1 for number in range(100_000)}),
 }
+LONG = {
+    "60,000 digits in braces": json.dumps("{" + "1" * 60_000),
+    "15,000 blanks, four times": json.dumps((" " * 15_000 + "x") * 4),
+    "100,000 blanks": json.dumps(" " * 100_000),
+    "blanks around a number": " " * 100_000 + "1" + " " * 100_000,
+    "a key of 300 zeros": json.dumps({"0" * 300 + "5": "x"}),
+    "300,000 wrong messages": "[" + ",".join(["1"] * 300_000) + "]",
+    "a word of 8 MiB": json.dumps("a" * 2**23),
+}
+"""What took a parser, a pattern or a tokenizer a time that grows faster than the body."""
+LONG_CASES = (
+    *((GENERATE, f"sampling_params.{name}", value) for name in ("stop_regex", "regex", "stop") for value in list(LONG)[:3]),
+    *((GENERATE, name, "blanks around a number") for name in ("sampling_params.n", "sampling_params.temperature", "priority")),
+    (GENERATE, "sampling_params.logit_bias", "a key of 300 zeros"),
+    *((path, field, "100,000 blanks") for path, field in ((GENERATE, "text"), (COMPLETIONS, "prompt"), ("/tokenize", "prompt"))),
+    (CHAT_COMPLETIONS, "messages", "300,000 wrong messages"),
+    *((path, field, "a word of 8 MiB") for path, field in ((GENERATE, "text"), (COMPLETIONS, "prompt"), ("/tokenize", "prompt"))),
+)
 VALUES: dict[str, str] = {**NUMBERS, **WORDS, **GRAMMARS, **LISTS}
 """JSON texts by name. Not all of them are valid."""
 
@@ -145,7 +163,7 @@ class Case:
         inner = {key: json.dumps(value) for key, value in base.get("sampling_params", {}).items()}
         for name, value in self.changes.items():
             outer, _, key = name.rpartition(".")
-            (inner if outer else fields)[key] = LARGE[value]() if value in LARGE else VALUES.get(value, value)
+            (inner if outer else fields)[key] = LARGE[value]() if value in LARGE else LONG.get(value) or VALUES.get(value, value)
         if inner and "sampling_params" not in self.changes:
             fields["sampling_params"] = _object(inner)
         return _object(fields)
@@ -153,6 +171,11 @@ class Case:
 
 def _object(fields: Mapping[str, str]) -> str:
     return "{" + ", ".join(f"{json.dumps(key)}: {text}" for key, text in fields.items()) + "}"
+
+
+def long_cases() -> Iterator[Case]:
+    """Yield the cases that a linear reader answers at once."""
+    yield from (Case(path, {name: value}) for path, name, value in LONG_CASES)
 
 
 def cases(seed: int, fields: Mapping[str, list[str]]) -> Iterator[Case]:

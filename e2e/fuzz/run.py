@@ -1,4 +1,4 @@
-"""Send cases to a fleet, and check after each group of them that every engine still answers and was not restarted."""
+"""Send cases to a fleet, and check after each group of them that every engine answers, and that no process ended or computed for long."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from itertools import islice
 
 import requests
 
+from e2e.fuzz import processes
 from e2e.fuzz.cases import Case
 from sglang_rollout.sglang.api import GENERATE
 from sglang_rollout.wire.ports import FLEET
@@ -28,7 +29,7 @@ PROBES = {GENERATE: {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}}
 
 @dataclass(frozen=True)
 class Failure:
-    """Cases after which an engine did not answer, or was another process."""
+    """Cases after which an engine did not answer, or a process had ended or had computed for too long."""
 
     cases: Sequence[Case]
     problem: str
@@ -45,6 +46,8 @@ class Target:
     """True to send all cases to the gates, and none to the URL."""
     gates: list[str] = field(init=False)
     boots: dict[str, str | None] = field(init=False)
+    processes: dict[tuple[int, int], processes.Process] = field(init=False)
+    """The fleet's processes before the cases that are sent next."""
     statuses: Counter[int] = field(default_factory=Counter)
     """Number of answers by status; 0: no answer in time."""
 
@@ -55,6 +58,7 @@ class Target:
         """Read the gates and boot IDs of the fleet."""
         self.gates = [member["url"] for member in requests.get(self.url + FLEET, timeout=CHECK_SECONDS).json()["members"]]
         self.boots = self._boots()
+        self.processes = processes.running()
 
     def send(self, case: Case, number: int) -> None:
         """Send a case to one of the places, which ``number`` selects. Without ``gates_only`` every second case goes to the URL."""
@@ -70,8 +74,12 @@ class Target:
         except requests.RequestException:
             self.statuses[0] += 1
 
-    def find_problem(self) -> str:
-        """Return what is wrong with an engine; empty once each engine answers and is the process that it was."""
+    def find_problem(self, requests: int) -> str:
+        """Return what is wrong after some requests; empty once each engine answers and each process of the fleet is what it was."""
+        before, self.processes = self.processes, processes.running()
+        return processes.find_problem(before, self.processes, requests) or self._find_silent_engine()
+
+    def _find_silent_engine(self) -> str:
         end = time.monotonic() + CHECK_SECONDS
         while True:
             problem = next(filter(None, map(self._why_not_answering, self.gates)), "")
@@ -108,6 +116,6 @@ def run(target: Target, cases: Iterable[Case], size: int = GROUP) -> Failure | N
     with ThreadPoolExecutor(GROUP) as pool:
         for turn, group in enumerate(groups(cases, size)):
             list(pool.map(target.send, group, range(turn * 3, turn * 3 + len(group))))
-            if problem := target.find_problem():
+            if problem := target.find_problem(len(group)):
                 return Failure(group, problem)
     return None
