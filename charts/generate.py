@@ -51,6 +51,7 @@ class Value:
     text: str = ""
     enum: list[str] = field(default_factory=list)
     item: str = ""
+    schema: dict[str, Any] = field(default_factory=dict)
     children: list[Value] = field(default_factory=list)
 
     @property
@@ -86,11 +87,13 @@ def _comment(value: Value, lines: list[str], line: int) -> None:
         above.append(lines[line].lstrip().removeprefix("#").strip())
     words = []
     for text in reversed(above):
-        found = re.match(r"@(enum|item) (.*)", text)
+        found = re.match(r"@(enum|item|schema) (.*)", text)
         if not found:
             words.append(text)
         elif found.group(1) == "enum":
             value.enum = [one.strip() for one in found.group(2).split(",")]
+        elif found.group(1) == "schema":
+            value.schema = json.loads(found.group(2))
         else:
             value.item = found.group(2).strip()
     value.text = " ".join(words)
@@ -116,8 +119,8 @@ def _schema(value: Value) -> dict[str, Any]:
         made["enum"] = value.enum
     if value.item:
         made["items"] = {"type": value.item}
-    if value.path[0] == "resources":
-        return {"type": "object", **{key: text for key, text in made.items() if key == "description"}}
+    if value.schema:
+        return {**made, **value.schema}
     if value.children:
         made["additionalProperties"] = False
         made["properties"] = {child.path[-1]: _schema(child) for child in value.children}

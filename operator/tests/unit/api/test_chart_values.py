@@ -6,7 +6,9 @@ import importlib.util
 import sys
 from types import ModuleType
 
+import jsonschema
 import pytest
+import yaml
 
 from tests.support.paths import CHARTS
 
@@ -36,3 +38,50 @@ def test_schema_has_enums_and_refuses_unknown_values(generate: ModuleType) -> No
     made = generate.schema(generate.read("# What.\n# @enum x, y\na: x\n"))
     assert made["properties"]["a"] == {"type": "string", "description": "What.", "enum": ["x", "y"]}
     assert made["additionalProperties"] is False
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"podAnnotations": {"x": True}},
+        {"podAnnotations": {"x": 1}},
+        {"podLabels": {"x": True}},
+        {"podLabels": {"x": "a b"}},
+        {"serviceAccount": {"annotations": {"x": 1}}},
+        {"serviceAccount": {"name": "A_b"}},
+        {"nodeSelector": {"gpu": True}},
+        {"tolerations": [{"key": True}]},
+        {"tolerations": [{"kye": "x"}]},
+        {"tolerations": [{"key": "x", "effect": "Never"}]},
+        {"affinity": {"nodeAfinity": {}}},
+        {"resources": {"limits": {"cpu": True}}},
+        {"resources": {"limit": {"cpu": 1}}},
+        {"metrics": {"port": 0}},
+        {"health": {"port": 70000}},
+        {"priorityClassName": "A b"},
+        {"watchNamespaces": ["A"]},
+        {"images": {"pullSecrets": ["A b"]}},
+    ],
+    ids=str,
+)
+def test_values_that_the_api_server_refuses_are_refused(generate: ModuleType, values: dict[str, object]) -> None:
+    made = generate.schema(generate.read((CHARTS / "sglang-rollout-operator/values.yaml").read_text()))
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.Draft7Validator(made).validate(values)
+
+
+def test_usual_values_are_accepted(generate: ModuleType) -> None:
+    made = generate.schema(generate.read((CHARTS / "sglang-rollout-operator/values.yaml").read_text()))
+    values = {
+        "podAnnotations": {"x": "true", "text": "any text: it may be long"},
+        "podLabels": {"app.kubernetes.io/part-of": "rl", "empty": ""},
+        "nodeSelector": {"kubernetes.io/arch": "amd64"},
+        "tolerations": [{"key": "x", "operator": "Exists", "effect": "NoSchedule", "tolerationSeconds": 3}],
+        "affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": []}}},
+        "resources": {"requests": {"cpu": 1, "memory": "1Gi"}, "limits": {"memory": "1Gi"}},
+        "serviceAccount": {"name": "", "annotations": {"eks.amazonaws.com/role-arn": "arn:aws:iam::1:role/x"}},
+        "priorityClassName": "system-cluster-critical",
+        "watchNamespaces": ["ml"],
+    }
+    jsonschema.Draft7Validator(made).validate(values)
+    jsonschema.Draft7Validator(made).validate(yaml.safe_load((CHARTS / "sglang-rollout-operator/values.yaml").read_text()))
