@@ -112,7 +112,7 @@ def _pod_spec(rollout: SGLangRollout, settings: Settings, staging: Staging) -> O
         **{key: engine[key] for key in _COPIED_FIELDS if key in engine},
         "terminationGracePeriodSeconds": GRACE_SECONDS,
         **store_placement(rollout),
-        "initContainers": [_package(settings)],
+        "initContainers": [_package(settings, store)],
         "containers": [{**_store(rollout, staging, store), "securityContext": _security_context(engine)}],
         "volumes": [
             staged_volume(staging),
@@ -125,14 +125,14 @@ def _pod_spec(rollout: SGLangRollout, settings: Settings, staging: Staging) -> O
     }
 
 
-def _package(settings: Settings) -> Object:
+def _package(settings: Settings, store: Store) -> Object:
     """Return the init container that copies the operator's Python package."""
     return {
         "name": "package",
         "image": settings.coordinator_image,
         "imagePullPolicy": settings.image_pull_policy,
         "command": ["python3", "-c", _COPY_PACKAGE],
-        "resources": own_resources("package"),
+        "resources": own_resources("package", store.resources),  # an init container adds nothing to what its pod requests
         "securityContext": common.restricted(),
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": [_PACKAGE_MOUNT],

@@ -82,3 +82,31 @@ def test_each_field_reaches_its_container() -> None:
         owner[field] = {"limits": {"memory": f"{number + 5}Gi"}}
     limits = {container["name"]: container["resources"]["limits"]["memory"] for container in containers(resource)}
     assert limits == {name: f"{number + 5}Gi" for number, name in enumerate(fields)}
+
+
+def test_a_quota_of_every_kind_can_be_met_by_fields() -> None:
+    """A quota refuses pods of which one container has no value for the kind."""
+    every = {"cpu": "1", "memory": "9Gi", "ephemeral-storage": "1Gi"}
+    given = {"requests": every, "limits": every}
+    spec = {
+        "model": {
+            "path": "/models/m",
+            "volume": {"claim": "models", "mountPath": "/models"},
+            "download": {"image": "d:1", "command": ["fetch"], "resources": given},
+        },
+        "engine": {"image": "e:1", "gpuResource": "", "resources": given, "gateResources": given, "agentResources": given},
+        "router": dict.fromkeys(("resources", "frontResources", "coordinatorResources", "batchesResources"), given),
+        "weights": {
+            "transport": "Staged",
+            "staging": {"sizeLimit": "1Gi", "copies": 2},
+            "store": {"resources": given, "snapshots": {"volume": {"claim": "c"}}},
+        },
+    }
+    rollout = SGLangRollout.model_validate({**cr(), "spec": {"replicas": 1, **spec}})
+    pods = [made["spec"]["template"]["spec"] for made in render_all(rollout, SETTINGS, "t") if "template" in made.get("spec", {})]
+    every_container = [container for pod in pods for container in [*pod.get("initContainers", ()), *pod["containers"]]]
+    assert {"package", "store", "download", "gate", "agent", "engine", "smg", "front"} <= {one["name"] for one in every_container}
+    lacking = {
+        f"{one['name']}: {part}.{kind}" for one in every_container for part in given for kind in every if kind not in one["resources"][part]
+    }
+    assert lacking == set()
