@@ -382,6 +382,8 @@ class Reason(StrEnum):
     """`scheduling.gang` is set, and the cluster has no PodGroups."""
     PODS_NOT_READY = "PodsNotReady"
     """Pods of an engine are starting or being deleted."""
+    CLAIM_UNAVAILABLE = "ClaimUnavailable"
+    """A PersistentVolumeClaim or ResourceClaim of an engine's pod does not exist, or has no volume."""
     ROUTER_NOT_READY = "RouterNotReady"
     """The router pod does not run."""
     STORE_NOT_READY = "StoreNotReady"

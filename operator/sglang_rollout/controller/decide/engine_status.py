@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -17,6 +18,10 @@ from sglang_rollout.wire.states import BASE_LABEL, EngineState, FleetState, Vers
 
 _WORST_FIRST = (EnginePhase.FAILED, EnginePhase.PENDING, EnginePhase.STARTING)
 """Of several pods of an engine, the status describes the pod whose phase comes first here."""
+_CLAIM = re.compile(
+    r"(persistentvolumeclaim|resourceclaim) \"[^\"]*\" (not found|is being deleted)|unbound immediate PersistentVolumeClaims"
+)
+"""Kubernetes' own text, which has no reason code for a claim."""
 _INTERRUPTIONS = frozenset({Reason.UPDATING_WEIGHTS, Reason.TRAINER_LOST, Reason.PAUSED, Reason.ASLEEP, Reason.ROUTER_NOT_READY})
 """Reasons that do not show whether the engine was lost before. The row keeps its last answer (``lost``)."""
 _GATE_VERDICTS: Mapping[GateReason, tuple[EnginePhase, Reason]] = {
@@ -193,8 +198,7 @@ def _judge_pod(fleet: FleetView, engine: EngineView, pod: Pod) -> Verdict:
     if fleet.rollout and (found := explain_missing_node(pod, fleet.cluster, fleet.rollout)):
         return Verdict(EnginePhase.PENDING, *found)
     if pod.scheduler_message:
-        message = end_sentence(f"no node can take its pod: {pod.scheduler_message}") + _list_avoided_nodes(fleet)
-        return Verdict(EnginePhase.PENDING, Reason.INSUFFICIENT_CAPACITY, message)
+        return _judge_unschedulable(fleet, pod.scheduler_message)
     if trouble:
         return Verdict(EnginePhase.STARTING, Reason.PODS_NOT_READY, f"{trouble.text}; it is starting again.")
     if pod.node is None:
@@ -210,6 +214,13 @@ def _describe_download(fleet: FleetView, pod: Pod) -> str:
         f" Its pod downloads {fleet.rollout.spec.model.path} to the disk of its node (ephemeral storage, at most {pod.download_limit}), as"
         " each new pod does; model.volume with model.download keeps the files."
     )
+
+
+def _judge_unschedulable(fleet: FleetView, message: str) -> Verdict:
+    if _CLAIM.search(message):
+        return Verdict(EnginePhase.PENDING, Reason.CLAIM_UNAVAILABLE, end_sentence(f"its pod waits for a claim: {message}"))
+    text = end_sentence(f"no node can take its pod: {message}") + _list_avoided_nodes(fleet)
+    return Verdict(EnginePhase.PENDING, Reason.INSUFFICIENT_CAPACITY, text)
 
 
 def _list_avoided_nodes(fleet: FleetView) -> str:

@@ -31,6 +31,7 @@ _REPORTED_REASONS = frozenset(
         Reason.NAME_TAKEN,
         Reason.INVALID_SPEC,
         Reason.INSUFFICIENT_CAPACITY,
+        Reason.CLAIM_UNAVAILABLE,
         Reason.QUEUE_NOT_FOUND,
         Reason.GANG_NOT_POSSIBLE,
         Reason.ROUTER_NOT_READY,

@@ -24,6 +24,7 @@ UNCERTAIN_SECONDS = 10.0
 """An engine whose agent was heard less than this ago and does not answer now is not counted as gone yet."""
 
 
+NO_ENGINES = "This fleet has no engines: spec.replicas is 0, or spec.state is Suspended."
 NO_STORE = "The weight store does not answer (weights.transport: Staged), so no weights can be received."
 
 
@@ -118,7 +119,7 @@ def why_incomplete(fleet: Fleet) -> str:
     if there and is_enough(fleet, there, taking_part):
         return ""
     if not wanted:
-        return "This fleet has no engines."
+        return NO_ENGINES
     least = required_engines(fleet.policy.min_committed, wanted, taking_part)
     waits = " A fleet that has never taken weights waits for them; weights.minCommitted lets it begin with fewer."
     hint = "" if fleet.membership.formed else waits

@@ -22,7 +22,7 @@ from sglang_rollout.controller.decide.status import build_status
 from sglang_rollout.controller.decide.view import FleetView
 from sglang_rollout.controller.render import names
 from sglang_rollout.controller.render.hashing import revision
-from tests.unit.controller.support.worlds import NOW, SETTINGS, cr, pod, record, row, unschedulable, world
+from tests.unit.controller.support.worlds import NOW, SETTINGS, cr, pod, ready, record, row, unschedulable, world
 
 Object = dict[str, Any]
 GATED = {"conditions": [{"type": "PodScheduled", "status": "False", "reason": "SchedulingGated", "message": "Scheduling is blocked"}]}
@@ -232,3 +232,21 @@ def test_surplus_engine_without_quota_waits_for_room() -> None:
     assert said(elastic)[1] == "BaseServing"
     row_of = build_status(elastic, NOW)["engines"][1]
     assert (row_of["phase"], row_of["message"]) == ("Pending", f"its pods cannot be created: {QUOTA}.")
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        '0/3 nodes are available: persistentvolumeclaim "models" not found. preemption: not helpful.',
+        'persistentvolumeclaim "models" is being deleted',
+        "0/3 nodes are available: pod has unbound immediate PersistentVolumeClaims.",
+        '0/3 nodes are available: 3 resourceclaim "gpus-demo-engine-0" not found.',
+    ],
+)
+def test_missing_claim_is_no_lack_of_room(message: str) -> None:
+    seen = world([pod(0, ready=False, status=unschedulable(message)), pod(1)], written=record(row(0), row(1)))
+    status, reason, text = ready(seen)
+    assert (status, reason) == ("False", "ClaimUnavailable")
+    assert "its pod waits for a claim: " in text
+    full = unschedulable("0/3 nodes are available: 3 Insufficient nvidia.com/gpu.")
+    assert ready(world([pod(0, ready=False, status=full), pod(1)], written=record(row(0), row(1))))[1] == "InsufficientCapacity"
