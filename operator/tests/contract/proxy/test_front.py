@@ -113,7 +113,8 @@ class Part:
                 return web.json_response({"error": {"code": "engine_broke_off"}}, status=501, headers={BROKEN_HEADER: "yes"})
         if self.name == "smg" and (not self.workers or "unknown" in await request.text()):
             return web.json_response({"error": {"code": "model_not_found"}}, status=404)
-        return web.json_response({"from": self.name, "path": request.path, "session": request.headers.get("x-session-id")})
+        answer = {"from": self.name, "path": request.path, "session": request.headers.get("x-session-id")}
+        return web.json_response(answer | ({"term": 1} if request.path == FLEET_HEALTH else {}))
 
 
 @dataclass
