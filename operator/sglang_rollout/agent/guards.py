@@ -17,12 +17,15 @@ from sglang_rollout.sglang.api import (
     DEFAULT_GROUP,
     DEFAULT_PAUSE_MODE,
     DISK_LOAD_FORMATS,
+    FLATTENED,
+    GROUP_LOAD_FORMATS,
     MEMORY_TAGS,
     TENSOR_LOAD_FORMATS,
     ControlCall,
     MemoryTag,
 )
 from sglang_rollout.wire import find_lone_surrogate
+from sglang_rollout.wire.arguments import find_update_problem
 from sglang_rollout.wire.reasons import Refusal, RefusalCode
 from sglang_rollout.wire.states import EngineState, FleetState, describe_state
 
@@ -68,7 +71,7 @@ def refusal(  # noqa: PLR0911, PLR0912 - one line per rule
         return Refusal(state.down.code, f"{call}: the engine is not up: {state.down.message}.")
     if record.pending:
         return _conflict(f"{call}: the engine has not answered {record.pending} yet, and it takes one control call at a time.")
-    if why := find_lone_surrogate(body):
+    if why := find_lone_surrogate(body) or find_update_problem(body):
         return _invalid(f"{call}: {why}")
     if call == ControlCall.CONTINUE and record.state is EngineState.DIRTY:
         return _conflict(f"{call}: {s.closed_message(state)} Resuming would serve that mixture; /agent/fence gives the update up first.")
@@ -82,7 +85,7 @@ def refusal(  # noqa: PLR0911, PLR0912 - one line per rule
         return _invalid(
             f"{call}: this engine is in no process group {group_of(body)!r}; its process groups: {', '.join(record.groups) or 'none'}."
         )
-    if refused := _draft_refusal(state.facts, call, body):
+    if refused := _draft_refusal(state.facts, call):
         return refused
     if call == ControlCall.END_UPDATE and not record.session:
         return _invalid(f"{call}: no weight update session is open.")
@@ -150,13 +153,8 @@ def prepare_body(call: str, body: dict[str, Any], record: s.EngineRecord, facts:
     return body
 
 
-def _draft_refusal(facts: s.EngineFacts | None, call: str, body: dict[str, Any]) -> Refusal | None:
-    """Refuse what would change a draft model alone, or a draft model that has weights of its own."""
-    selector = body.get("selector")
-    if call in _SELECTING and selector not in (None, "target", "all"):
-        return _invalid(
-            f"{call}: selector {selector!r} is not offered: use target or all, or leave it out. A version is the model's weights."
-        )
+def _draft_refusal(facts: s.EngineFacts | None, call: str) -> Refusal | None:
+    """Refuse what would change a draft model that has weights of its own."""
     if call == ControlCall.UPDATE_DISK and facts is not None and facts.has_external_draft:
         return _invalid(
             f"{call}: the engine has a draft model with weights of its own, which SGLang would overwrite from this folder:"
@@ -182,6 +180,8 @@ def _value_refusal(call: str, body: dict[str, Any]) -> Refusal | None:
         return _invalid(
             f"{call}: load_format {form!r} may end the engine's process: use {' or '.join(DISK_LOAD_FORMATS)}, or leave it out."
         )
+    if call == ControlCall.UPDATE_DISTRIBUTED and form not in GROUP_LOAD_FORMATS:
+        return _invalid(f"{call}: load_format {form!r} is not supported: use {FLATTENED}, or leave it out.")
     if call == ControlCall.CHECK_WEIGHTS and action != "checksum":
         return _invalid(f"{call}: action {action!r} is not offered, only checksum: other actions change or copy the weights.")
     return None

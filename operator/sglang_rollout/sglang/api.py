@@ -113,7 +113,11 @@ DEFAULT_GROUP = "weight_update_group"
 DISK_LOAD_FORMATS = ("auto", "safetensors")
 """Accepted values of ``load_format`` in ``/update_weights_from_disk``. A loader that SGLang does not know, or cannot use here, ends its
 process."""
-TENSOR_LOAD_FORMATS = (None, "direct", "flattened_bucket")
+FLATTENED = "flattened_bucket"
+"""``load_format`` of a bucket that comes in one broadcast."""
+GROUP_LOAD_FORMATS = (None, FLATTENED)
+"""Accepted values of ``load_format`` in ``/update_weights_from_distributed``. With any other value SGLang waits for single tensors."""
+TENSOR_LOAD_FORMATS = (None, "direct", FLATTENED)
 """Accepted values of ``load_format`` in ``/update_weights_from_tensor``. SGLang imports any other value as the name of a function."""
 
 

@@ -1,4 +1,4 @@
-"""Rules for what a trainer sends: labels, tensors, checksums, numbers. Pure. The client and the coordinator apply the same rules.
+"""Rules for what a trainer sends: labels, tensors, checksums, numbers. Pure. Client, coordinator, agents and stores apply the same rules.
 
 Each function returns a sentence about a wrong value, which begins with the name of the argument; None if the value is right.
 """
@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 import operator
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 
 from sglang_rollout.wire import find_lone_surrogate
 from sglang_rollout.wire.reasons import quote_value
@@ -16,6 +17,7 @@ from sglang_rollout.wire.reasons import quote_value
 MAX_LABEL_CHARACTERS = 256
 MAX_TENSOR_NAME_CHARACTERS = 1024
 MAX_DIMENSIONS = 64
+MAX_PATH_CHARACTERS = 4096
 MAX_SIZE = 2**53
 """Above any size of a tensor, and exact in every JSON parser."""
 MAX_TENSOR_PARALLEL_DIGITS = 6
@@ -64,6 +66,65 @@ def find_shape_problem(value: object, name: str) -> str | None:
 def is_shape(value: object) -> bool:
     """Return True for the shape of a tensor."""
     return find_shape_problem(value, "shape") is None
+
+
+def find_names_problem(value: object, name: str) -> str | None:
+    """Check the names of the tensors of a call."""
+    if not isinstance(value, list):
+        return f"{name} {quote_value(value)} is no list of names."
+    for number, one in enumerate(value):
+        if problem := find_tensor_name_problem(one, f"{name}[{number}]"):
+            return problem
+    twice = next((one for one, times in Counter(value).items() if times > 1), None)
+    return f"{name} has {quote_value(twice)} twice: send each tensor once." if twice is not None else None
+
+
+def find_shapes_problem(value: object, name: str) -> str | None:
+    """Check the shapes of the tensors of a call."""
+    if not isinstance(value, list):
+        return f"{name} {quote_value(value)} is no list of shapes."
+    return next(filter(None, (find_shape_problem(shape, f"{name}[{number}]") for number, shape in enumerate(value))), None)
+
+
+def find_selector_problem(value: object, name: str) -> str | None:
+    """Check which models of an engine an update reaches."""
+    if value in ("target", "all"):
+        return None
+    return f"{name} {quote_value(value)} is not offered: use target or all, or leave it out. A version is the model's weights."
+
+
+def find_folder_problem(value: object, name: str) -> str | None:
+    """Check the path of a folder."""
+    if not isinstance(value, str) or not value.strip():
+        return f"{name} is missing: name the checkpoint's folder, as the engines see it."
+    if len(value) > MAX_PATH_CHARACTERS:
+        return f"{name} is {len(value)} characters long: use at most {MAX_PATH_CHARACTERS}."
+    return _find_character_problem(value, name)
+
+
+def find_switch_problem(value: object, name: str) -> str | None:
+    """Check a field that is true or false."""
+    return None if isinstance(value, bool) else f"{name} {quote_value(value)} is neither true nor false."
+
+
+_SWITCHES = ("flush_cache", "abort_all_requests", "torch_empty_cache", "recapture_cuda_graph")
+UPDATE_FIELDS: Mapping[str, Callable[[object, str], str | None]] = {
+    "weight_version": find_label_problem,
+    "new_version": find_label_problem,
+    "names": find_names_problem,
+    "shapes": find_shapes_problem,
+    "selector": find_selector_problem,
+    "model_path": find_folder_problem,
+    **dict.fromkeys(_SWITCHES, find_switch_problem),
+}
+"""The rule of each field of SGLang's calls that bring or name weights."""
+
+
+def find_update_problem(fields: Mapping[str, object]) -> str | None:
+    """Check the fields that a call has and that :data:`UPDATE_FIELDS` names. A label, list or path that is null or empty is left out."""
+    given = {name for name in UPDATE_FIELDS.keys() & fields.keys() if name in _SWITCHES or fields[name] not in (None, "")}
+    rules = ((find, name) for name, find in UPDATE_FIELDS.items() if name in given)
+    return next(filter(None, (find(fields[name], name) for find, name in rules)), None)
 
 
 def find_checksums_problem(value: object, name: str) -> str | None:
@@ -137,6 +198,8 @@ def _integer_or(value: object, otherwise: int) -> int:
 
 
 def _find_character_problem(value: str, name: str) -> str | None:
+    if value.isprintable():
+        return None
     if why := find_lone_surrogate({name: value}):
         return why
     if any(unicodedata.category(character) in _LINE_BREAKING for character in value):

@@ -7,10 +7,15 @@ any order as they arrive, and at last the end. So agents copy a version while it
 
 from __future__ import annotations
 
-from pydantic import Field
+from collections.abc import Callable
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 
 from sglang_rollout.wire import Message
 from sglang_rollout.wire.agent import AckRequest, SyncRequest
+from sglang_rollout.wire.arguments import find_shape_problem, find_tensor_name_problem
 from sglang_rollout.wire.reasons import Refusal
 from sglang_rollout.wire.states import SnapshotsState, Version
 from sglang_rollout.wire.states import StagedCopy as StagedCopy  # noqa: PLC0414 - statuses of agents have copies, too
@@ -22,13 +27,24 @@ DIGEST_PATTERN = "^[0-9a-f]{64}$"
 UPDATE_PATTERN = "^[0-9a-f]{32}$"
 
 
+def _checked(find: Callable[[object, str], str | None], name: str) -> BeforeValidator:
+    """Return the validator of a field whose rule is one of :mod:`.arguments`."""
+
+    def check(value: object) -> object:
+        if problem := find(value, name):
+            raise PydanticCustomError("rule", "{problem}", {"problem": problem.rstrip(".")})
+        return value
+
+    return BeforeValidator(check)
+
+
 class StagedTensor(Message):
     """One tensor of a shard."""
 
-    name: str = Field(min_length=1, max_length=1024)
+    name: Annotated[str, _checked(find_tensor_name_problem, "name")]
     dtype: str
     """Type as safetensors writes it: ``BF16``, ``F32``."""
-    shape: list[int] = Field(max_length=64)
+    shape: Annotated[list[int], _checked(find_shape_problem, "shape")]
 
 
 class Shard(Message):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,14 +36,25 @@ from sglang_rollout.coordinator.update.requests import (
     Update,
     Upload,
 )
-from sglang_rollout.sglang.api import DEFAULT_PAUSE_MODE, DISK_LOAD_FORMATS, MEMORY_TAGS, PAUSE_MODES, TENSOR_LOAD_FORMATS, ControlCall
+from sglang_rollout.sglang.api import (
+    DEFAULT_PAUSE_MODE,
+    DISK_LOAD_FORMATS,
+    FLATTENED,
+    GROUP_LOAD_FORMATS,
+    MEMORY_TAGS,
+    PAUSE_MODES,
+    TENSOR_LOAD_FORMATS,
+    ControlCall,
+)
 from sglang_rollout.wire import find_lone_surrogate
 from sglang_rollout.wire.arguments import (
+    MAX_PATH_CHARACTERS,
     MAX_TENSOR_PARALLEL_DIGITS,
     find_checksums_problem,
+    find_folder_problem,
     find_label_problem,
-    find_shape_problem,
-    find_tensor_name_problem,
+    find_switch_problem,
+    find_update_problem,
 )
 from sglang_rollout.wire.ports import CHECK_MODEL_FIELD
 from sglang_rollout.wire.reasons import RefusedError, quote_value
@@ -55,7 +65,6 @@ MAX_FLUSH_SECONDS = 60.0
 STAGED, COMMITTED = "staged", "committed"
 """Values of ``wait`` in ``POST /fleet/updates/{update}/commit``: the state of the version in which the call is answered."""
 MAX_ADAPTER_CHARACTERS = 256
-MAX_PATH_CHARACTERS = 4096
 ADAPTER_FIELDS = ("lora_name", "lora_path", "pinned")
 """Fields of ``/load_lora_adapter`` in SGLang 0.5.20 to 0.5.23. SGLang itself sets ``lora_id`` and ``rid`` of its request class."""
 MAX_TENSOR_ROWS = 100
@@ -101,6 +110,7 @@ def pause(body: Fields) -> Request:
 
 def begin(body: Fields) -> Begin:
     """``/begin_weight_update``. ``weight_version`` is a field of this project here: a wrong label is refused before any tensor is sent."""
+    _refuse(find_update_problem(body))
     label = _label(body.get("weight_version"), "weight_version")
     return Begin({key: value for key, value in body.items() if key != "weight_version"}, label)
 
@@ -174,31 +184,26 @@ def update(body: Fields) -> Request:
 
 def _check_tensors(body: Fields) -> None:
     """Refuse values that an engine would refuse only after other engines have begun to receive."""
-    names: list[object] = body["names"]
-    for number, name in enumerate(names):
-        _refuse(find_tensor_name_problem(name, f"names[{number}]"))
-    twice = next((name for name, times in Counter(names).items() if times > 1), None)
-    if twice is not None:
-        raise RefusedError(f"names has {quote_value(twice)} twice: send each tensor once.")
-    for number, (dtype, shape) in enumerate(zip(body["dtypes"], body["shapes"], strict=True)):
+    _refuse(find_update_problem(body))
+    for number, dtype in enumerate(body["dtypes"]):
         if dtype not in TORCH_DTYPES:
             raise RefusedError(f"dtypes[{number}] {quote_value(dtype)} is not a type of torch: use for example bfloat16.")
-        _refuse(find_shape_problem(shape, f"shapes[{number}]"))
-    for flag in ("flush_cache", "abort_all_requests", "torch_empty_cache", CHECK_MODEL_FIELD):
-        if not isinstance(body.get(flag, False), bool):
-            raise RefusedError(f"{flag} {quote_value(body[flag])} is neither true nor false.")
+    if CHECK_MODEL_FIELD in body:
+        _refuse(find_switch_problem(body[CHECK_MODEL_FIELD], CHECK_MODEL_FIELD))
+    form = body.get("load_format")
+    if form not in GROUP_LOAD_FORMATS:
+        raise RefusedError(f"load_format {quote_value(form)} is not supported: use {FLATTENED}, or leave it out.")
 
 
 def from_disk(body: Fields) -> Request:
     """``/update_weights_from_disk``."""
     path = body.get("model_path")
-    if not isinstance(path, str) or not path.strip():
-        raise RefusedError("model_path is missing: name the checkpoint's folder, as the engines see it.")
+    _refuse(find_folder_problem(path, "model_path") or find_update_problem(body))
     form = body.get("load_format")
     if form is not None and form not in DISK_LOAD_FORMATS:
         # Checked before any engine is called, because a loader that SGLang does not know ends its process.
         raise RefusedError(f"load_format {quote_value(form)} is not supported: use {' or '.join(DISK_LOAD_FORMATS)}, or leave it out.")
-    return FromDisk(path, _label(body.get("weight_version"), "weight_version"), body)
+    return FromDisk(str(path), _label(body.get("weight_version"), "weight_version"), body)
 
 
 def tensors(body: Fields) -> Tensors:
@@ -206,6 +211,7 @@ def tensors(body: Fields) -> Tensors:
     handles = body.get("serialized_named_tensors")
     if not isinstance(handles, list) or not handles or not all(isinstance(handle, str) and handle for handle in handles):
         raise RefusedError("serialized_named_tensors is missing: it must be a list with one string for each rank of the engine.")
+    _refuse(find_update_problem(body))
     form = body.get("load_format")
     if form not in TENSOR_LOAD_FORMATS:
         raise RefusedError(

@@ -17,7 +17,6 @@ from sglang_rollout.coordinator.update.phases import Phase, StagedUpdate
 from sglang_rollout.coordinator.update.phases import Update as OpenUpdate
 from sglang_rollout.coordinator.update.requests import Answer, Begin, CommitUpload, Pause, Request, Update, Upload, WithdrawUpload
 from sglang_rollout.coordinator.update.staging import (
-    FLATTENED,
     count_bytes,
     describe_large,
     find_repeated,
@@ -32,6 +31,7 @@ from sglang_rollout.coordinator.update.staging import (
 from sglang_rollout.coordinator.update.steps import ANSWER_MARGIN_SECONDS, reply, send
 from sglang_rollout.coordinator.update.store import STORE
 from sglang_rollout.coordinator.update.transaction import find_group, live_members, refuse_stale_group
+from sglang_rollout.sglang.api import FLATTENED
 from sglang_rollout.wire.ports import AGENT_STAGE, FLEET_UPDATES, STORE_OPEN, STORE_RECEIVE
 from sglang_rollout.wire.reasons import Refusal, RefusalCode, RefusedError
 from sglang_rollout.wire.record import EndedUpdate, UpdateOutcome, UpdateReason

@@ -22,9 +22,6 @@ from sglang_rollout.wire.states import StagedVersion, Version
 
 MAX_PEERS = 3
 """Agents from which a single engine, or the store, copies a committed version, before the store."""
-FLATTENED = "flattened_bucket"
-"""``load_format`` of a bucket that comes in one broadcast."""
-
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?")
 _FACTORS = {"m": 1e-3, "": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15} | {
     f"{prefix}i": 1024**power for power, prefix in enumerate("KMGTP", 1)

@@ -235,7 +235,7 @@ def test_malformed_calls_name_the_field(upload_store: StoreProcess) -> None:
         lambda: upload_store.open(new_update(), [[("a", "uint8", [-1])]]),
         lambda: upload_store.open(new_update(), [[("a", "uint8", [1]), ("a", "uint8", [1])]]),
     ]
-    for call, word in zip(calls, ("update", "negative", "twice"), strict=True):
+    for call, word in zip(calls, ("update", "the size -1", "twice"), strict=True):
         status, body = call()
         assert (status, body["code"]) == (400, "InvalidRequest")
         assert word in str(body["message"])
