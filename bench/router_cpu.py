@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import sys
 import time
 from typing import Any
@@ -17,6 +18,8 @@ import aiohttp
 from bench.common import cpu_seconds, machine, percentile, save
 from bench.fleets import LocalFleet, local_fleet
 
+from sglang_rollout.plugin.install import reports_folder
+from sglang_rollout.plugin.settings import SETTINGS_VARIABLE, dump_settings
 from sglang_rollout.testing import StandInFleet
 
 SIZES = (100, 10_000, 128_000)
@@ -82,6 +85,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=200, help="for each size and way")
     options = parser.parse_args()
+    os.environ.setdefault(SETTINGS_VARIABLE, dump_settings(reports=str(reports_folder(os.environ))))
     facts, rows = machine(), []
     with StandInFleet(engines=1, context_length=CONTEXT) as engines, local_fleet(engines.urls) as fleet:
         for size in SIZES:
