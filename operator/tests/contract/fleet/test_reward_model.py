@@ -94,19 +94,12 @@ async def test_a_request_that_would_end_sglang_does_not_reach_the_engine(
         assert code in json.dumps(answer.body), answer
 
 
-@pytest.mark.parametrize(
-    ("body", "code"),
-    [
-        ('{"\\u0069nput_ids": [99999]}', "would_end_the_engine"),
-        ('{"input_ids": ["99999"]}', "unreadable_body"),
-        ('{"input_ids": [1e5]}', "unreadable_body"),
-    ],
-)
-async def test_a_body_with_a_hidden_token_is_refused(fleet: CompleteFleet, body: str, code: str) -> None:
-    """SGLang parses a body once, so an escape hides no key."""
+@pytest.mark.parametrize("body", ['{"\\u0069nput_ids": [99999]}', '{"input_ids": ["99999"]}', '{"input_ids": [1e5]}'])
+async def test_a_body_with_a_hidden_token_is_refused(fleet: CompleteFleet, body: str) -> None:
+    """The plug-in sees what SGLang has parsed, so no spelling hides a token."""
     async with fleet.http.post(fleet.url + CLASSIFY, data=body) as reply:
         assert reply.status == 400
-        assert code in await reply.text()
+        assert "would_end_the_engine" in await reply.text()
 
 
 async def test_every_path_of_sglang_is_served_or_refused_by_name(fleet: CompleteFleet) -> None:
