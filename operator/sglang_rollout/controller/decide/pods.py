@@ -83,6 +83,13 @@ class Trouble:
     """True if the container was ended because another pod of its engine failed."""
 
 
+_NO_REPOSITORY = "Repo id must be in the form"
+"""Error of the Hugging Face library for a path that is no folder."""
+_MISSING_FOLDER = (
+    "the container has no folder of this name, so that it was taken for a name of the Hugging Face Hub: check the path and its volume"
+)
+
+
 def find_restart(pod: Object) -> str:
     """Return the time that ``kubectl rollout restart`` wrote into a pod or pod template; empty if there is none."""
     return str(((pod.get("metadata") or {}).get("annotations") or {}).get(ANNOTATION_RESTARTED) or "")
@@ -309,7 +316,8 @@ def _describe_end(ended: Object) -> str:
     reason, code = str(ended.get("reason") or ""), ended.get("exitCode")
     how = "was killed for using more memory than its limit (OOMKilled)" if reason == "OOMKilled" else f"exited with code {code}"
     line = find_error_line(str(ended.get("message") or ""))
-    return f"{how}: {line}" if line else how
+    advice = f" ({_MISSING_FOLDER})" if _NO_REPOSITORY in line else ""
+    return f"{how}: {line}{advice}" if line else how
 
 
 def _describe_slow_start(limit: int, ended: Object) -> str:

@@ -187,6 +187,11 @@ OSError: /models/none does not exist
             "ImagePullFailed",
             ["demo-engine-1", "container engine", "example.org/x:1", "not found"],
         ),
+        (
+            crashed(message="huggingface_hub.errors.HFValidationError: Repo id must be in the form 'repo_name' or 'a/b': '/models/x'."),
+            "EngineCrashed",
+            ["'/models/x'", "the container has no folder of this name", "check the path and its volume"],
+        ),
         (waiting("ErrImageNeverPull", "not present"), "ImagePullFailed", ["not present"]),
         (waiting("CreateContainerConfigError", 'secret "hf" not found'), "CreateFailed", ['secret "hf" not found']),
         (
