@@ -17,7 +17,11 @@ ADVICE: Mapping[str, str] = {
     Reason.ASLEEP_FOR_TRAINER: "with Hybrid or Colocated nothing; the trainer wakes the engines.",
     Reason.TRAINER_LOST: "start a trainer, or POST /continue_generation at the URL.",
     Reason.PODS_NOT_READY: "wait; a large model loads for minutes.",
-    Reason.INSUFFICIENT_CAPACITY: "follow the message: free GPUs, ask for fewer GPUs per pod, add a toleration, create the claim.",
+    Reason.INSUFFICIENT_CAPACITY: "follow the message: free GPUs, ask for fewer GPUs per pod, add a toleration.",
+    Reason.CLAIM_UNAVAILABLE: (
+        "create the claim that the message names, or correct its name in model.volume, engine.cache, sharing or podTemplate; for a claim"
+        " without a volume see kubectl describe pvc."
+    ),
     Reason.WAITING_FOR_QUEUE: "wait, or raise the quota.",
     Reason.QUEUE_NOT_FOUND: "follow the message.",
     Reason.GANG_NOT_POSSIBLE: "install coscheduling, or remove gang (Gangs).",

@@ -58,7 +58,7 @@ def test_without_ipv6_the_wildcard_address_is_that_of_ipv4(kind: str, tmp_path: 
     """haproxy would not start. --print, whose text may be for another machine, does not look."""
     monkeypatch.setattr(cli, "has_dualstack_ipv6", lambda: False)
     became: list[str] = []
-    monkeypatch.setattr(os, "execv", lambda _, command: became.append(Path(command[-1]).read_text()))
+    monkeypatch.setattr(os, "execve", lambda _, command, _environ: became.append(Path(command[-1]).read_text()))
     args = line(kind, "[::]:24000", tmp_path)[1:]
     assert CliRunner().invoke(cli.command, args).exit_code == 0
     assert "bind 0.0.0.0:24000 " in became[0]

@@ -15,7 +15,7 @@ from typing import Any
 
 import requests
 
-from sglang_rollout.wire.ports import DIGEST_HEADER, FLEET_UPDATES, STORE_DROP, STORE_OPEN, STORE_SEAL, TICKET_HEADER
+from sglang_rollout.wire.ports import DIGEST_HEADER, FLEET_HEALTH, FLEET_UPDATES, STORE_DROP, STORE_OPEN, STORE_SEAL, TICKET_HEADER
 from sglang_rollout.wire.staged import PIECE_BYTES
 from sglang_rollout.wire.trainer import TRANSPORT_STAGED
 from tests.contract.support.store_process import SIZE_LIMIT, StoreProcess, new_update
@@ -41,6 +41,8 @@ class FakeCoordinator:
     def get(self, path: str) -> Reply:
         if path == "/health":
             return 200, {}
+        if path == FLEET_HEALTH:
+            return 200, {"status": "ok", "term": 1}
         if path == "/fleet":
             return 200, document(transport=TRANSPORT_STAGED, committed=self.committed)
         return 404, {"success": False, "message": f"nothing at {path}"}

@@ -30,7 +30,7 @@ SCALES = (0.6, 0.8, 1.5)
 """Factors of the model's tensors, which give weights that differ from each other and from the model's own."""
 OLD = {"stand-in": (), "old": (0, 1), "mixed": (0,), "sglang": (), "sglang-old": (0, 1), "sglang-mixed": (0,)} | {
     "staged": (), "staged-mixed": (0,), "sglang-staged": (), "sglang-staged-mixed": (0,), "staged-data": (), "sglang-staged-data": (),
-    "sglang-unchecked": (), "sglang-staged-unchecked": (),
+    "sglang-unchecked": (), "sglang-staged-unchecked": (), "sglang-experts": (), "sglang-staged-experts": (),
 }  # fmt: skip
 """Indexes of the engines of each kind that are SGLang 0.5.20, or behave like it."""
 REFERENCE = """
@@ -106,8 +106,13 @@ class Fleet:
         return [self.generate(), *(self.generate(engine.url) for engine in self.engines)]
 
 
+def model_of(kind: str) -> Path:
+    """Return the folder of the model that engines of a kind serve."""
+    return environment.model("--arch", "qwen3moe") if kind.endswith("-experts") else environment.model()
+
+
 def _expected(kind: str, folder: Path) -> dict[float, list[int]]:
-    model = environment.model()
+    model = model_of(kind)
     if kind.startswith("sglang"):
         command = [str(environment.python(make=False)), "-c", REFERENCE, str(model), json.dumps(PROMPT), str(FEW), *map(str, SCALES)]
         out = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
@@ -135,7 +140,7 @@ def _engine(kind: str, index: int, folder: Path) -> Engine:
         return sglang(free_port(), log, args=["--load-format", "dummy", *loader], model=model)
     if not kind.startswith("sglang"):
         return stand_in(free_port(), log, *(["--old"] if old else []), *loader)
-    return sglang(free_port(), log, old=old, args=loader)
+    return sglang(free_port(), log, old=old, args=loader, model=model_of(kind))
 
 
 def copy_without_weights(model: Path, folder: Path) -> Path:
@@ -184,7 +189,7 @@ def fleet(kind: str, folder: Path, number: int = 2, *, options: Sequence[str] = 
             local = start_child(line, stdout=log, stderr=log)
         stack.callback(local.wait, 30)
         stack.callback(local.terminate)
-        names, ranks = list(read_folder(environment.model())), 1 if is_staged(kind) else number
+        names, ranks = list(read_folder(model_of(kind))), 1 if is_staged(kind) else number
         found = Fleet(kind, f"http://{address}", made, names, _expected(kind, folder), ranks, folder)
         if serves:
             found.serving(number, 90)
