@@ -30,6 +30,9 @@ from sglang_rollout.wire.trainer import ControlReply
 
 log = logging.getLogger(__name__)
 
+ROUTES_SECONDS, ROUTES_POLL_SECONDS = 5.0, 0.1
+"""How long an answer waits for smg, which must read an engine's description before it sends requests there."""
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -61,6 +64,17 @@ class Parts:
     def is_served(self, name: str) -> bool:
         """Return True if requests at the URL reach this engine: its gate is open, and smg sends requests to it."""
         return self.machine.fleet.engines[name].serving and self.wanted_engines.url(name) in self.workers.routed
+
+    async def await_routes(self) -> None:
+        """Wait until smg sends requests to every engine with an open gate; after a few seconds give up, because smg may be gone."""
+        fleet = self.machine.fleet
+        try:
+            async with asyncio.timeout(ROUTES_SECONDS):
+                while any(engine.serving and not self.is_served(name) for name, engine in fleet.engines.items()):
+                    self.workers.wake.set()
+                    await asyncio.sleep(ROUTES_POLL_SECONDS)
+        except TimeoutError:
+            log.warning("smg did not take all engines that serve within %g s.", ROUTES_SECONDS)
 
 
 PARTS = web.AppKey("parts", Parts)

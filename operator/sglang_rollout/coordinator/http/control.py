@@ -54,6 +54,15 @@ def _handler(parse: Parser) -> Callable[[web.Request], Any]:
     return handle
 
 
+async def resume_memory(request: web.Request) -> web.Response:
+    """``POST /resume_memory_occupation``. The caller generates at once, so the answer waits until requests reach the engines."""
+    asked = dialects.resume_memory(dialects.parse(await request.read()))
+    reply = await reply_to(request, asked)
+    if reply.status == 200:
+        await request.app[PARTS].await_routes()
+    return reply
+
+
 async def open_group(request: web.Request) -> web.Response:
     """``POST /init_weights_update_group``. Engines receive the address of the trainer's store, never a name."""
     body = dialects.parse(await request.read())
@@ -180,7 +189,7 @@ routes = [
     web.post(ControlCall.UNLOAD_ADAPTER.path, _handler(dialects.unload_adapter)),
     web.post(ControlCall.LOAD_ADAPTER_FROM_TENSORS.path, refuse_one_process),
     web.post(ControlCall.RELEASE_MEMORY.path, _handler(dialects.release_memory)),
-    web.post(ControlCall.RESUME_MEMORY.path, _handler(dialects.resume_memory)),
+    web.post(ControlCall.RESUME_MEMORY.path, resume_memory),
     web.post(f"{FLEET_ENGINES}/{{engine}}/flush_cache", flush_engine),
     web.post(f"{FLEET_ENGINES}/{{engine}}/abort_request", abort_request),
     web.post(f"{FLEET_ENGINES}/{{engine}}/{{call}}", call_engine),
