@@ -31,11 +31,11 @@ def check_registry(registry: str) -> None:
     """Check the name of a registry, and that it answers, before anything is built.
 
     Raises:
-        LabError: The name cannot be the begin of an image's name, or nothing there speaks the protocol of registries.
+        LabError: The name cannot begin an image's name, or nothing there speaks the protocol of registries.
     """
     if not _REGISTRY.fullmatch(registry):
         raise LabError(
-            f"REGISTRY={registry} is not the begin of an image's name. "
+            f"REGISTRY={registry} is not the beginning of an image's name. "
             "Write host, port and path, without https:// and in lower case: registry.example.org/rollout"
         )
     url = f"{'http' if _is_plain(registry) else 'https'}://{registry.partition('/')[0]}/v2/"

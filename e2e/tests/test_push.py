@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import http.server
 import json
 import os
@@ -54,9 +55,7 @@ def test_another_server_is_refused(other_server: int) -> None:
 
 @pytest.fixture
 def other_server(tmp_path: Path) -> Iterator[int]:
-    def handler(*args: object) -> http.server.SimpleHTTPRequestHandler:
-        return http.server.SimpleHTTPRequestHandler(*args, directory=str(tmp_path))  # type: ignore[arg-type]
-
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path))
     with http.server.HTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server.server_port

@@ -91,8 +91,8 @@ async def test_user_without_rights_reads_which_right_is_missing(api: ControlPlan
     line = " ".join(output.split())
     assert f"Not known: the update in progress. You may not get configmaps demo-weights in namespace {namespace}" in line
 
-    stranger = make_user(api, namespace, "eve", tmp_path, "--verb=get", "--resource=events")
-    code, output = await run_status("demo", "-n", namespace, "--kubeconfig", str(stranger))
+    user = make_user(api, namespace, "eve", tmp_path, "--verb=get", "--resource=events")
+    code, output = await run_status("demo", "-n", namespace, "--kubeconfig", str(user))
     assert code == 1
     assert output.startswith(f"Error: You may not get sglangrollouts demo in namespace {namespace}: ask for the ClusterRole view there.")
 
