@@ -20,6 +20,8 @@ _WAITING_EVENTS = 256
 """Limit of buffered events: a slow reader slows the engines' streams and does not fill the memory."""
 _KEEPALIVE_SECONDS = 15.0
 _DONE = b"[DONE]"
+_QUOTED_BYTES = 2000
+"""Most bytes of a refusal in plain text that are quoted."""
 _TEMPORARY = (408, 429)
 """Statuses below 500 after which a retry may help."""
 
@@ -35,7 +37,9 @@ class ItemError(Exception):
 
     @property
     def message(self) -> str:
-        """Message of the answer, where the plug-in's code comes first; the status if the answer has none."""
+        """Message of the answer, where the plug-in's code comes first; the status if the answer has none. smg refuses with plain text."""
+        if self.headers.get("Content-Type", "").startswith("text/plain"):
+            return self.body[:_QUOTED_BYTES].decode(errors="replace").strip() or str(self)
         try:
             found = read_error(json.loads(self.body))
         except (ValueError, AttributeError):

@@ -34,11 +34,17 @@ BY_OTHERS = re.compile("^(Invalid JSON data: )?Failed to (deserialize|parse)|^1 
 """Refusals of smg, of SGLang for a number that smg has written as null, because it exceeds 32 bits, and of SGLang for an empty prompt."""
 
 
+def find_error(answer: Any) -> Any:
+    """Return the error of an answer, or of an event of a stream: samples of other prompts of a batch may come after it."""
+    events = answer if isinstance(answer, list) else [answer]
+    return next(filter(None, (read_error({"message": event} if isinstance(event, str) else event) for event in events)), None)
+
+
 def check_lists(url: str) -> None:
     for body, code, sentence in LISTS:
         for stream in (False, True):
             status, answer = table.send(url, "/generate", body, stream=stream)
-            error = read_error(answer[-1] if isinstance(answer, list) else answer)
+            error = find_error(answer)
             assert error is not None, answer
             assert (status in (400, 200 if stream else 400), error.code, error.message) == (True, code, sentence), answer
 
@@ -50,8 +56,7 @@ def check_table(url: str) -> None:
         for stream in (False, True):
             sent = {**body, "model": model} if "model" in body else body
             status, answer = table.send(url, path, sent, stream=stream)
-            last = answer[-1] if isinstance(answer, list) else answer
-            error = read_error({"message": last} if isinstance(last, str) else last)
+            error = find_error(answer)
             is_refused = status in (400, 422) or (stream and status == 200)
             if not is_refused or error is None or (error.code != code and not BY_OTHERS.search(error.message)):
                 wrong.append((path, str(body)[:100], stream, status, str(answer)[:300], code))
