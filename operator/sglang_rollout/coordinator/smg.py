@@ -33,6 +33,9 @@ READY = "ready"
 """smg's status of a worker to which it sends requests."""
 KEEP_SECONDS = 5.0
 """Seconds for which smg keeps an engine that does not serve any more. The gate of the engine is the fence."""
+TAKE_UP_SECONDS = 5.0
+"""How long an answer waits for smg, which must read an engine's description before it sends requests there."""
+PROBLEMS = (TimeoutError, aiohttp.ClientError, OSError, ValueError, KeyError, TypeError)
 CONFLICT = 409
 NOT_FOUND = 404
 
@@ -107,27 +110,54 @@ class SmgWorkers:
         """URLs that were posted and not listed in time."""
         self.wake = asyncio.Event()
         """Set it to compare at once."""
+        self._begun = self._ended = 0
+        """Numbers of the comparisons that began and ended last."""
+        self._end = asyncio.Condition()
 
     async def run(self) -> None:
         """Compare and correct the list forever."""
         timeout = aiohttp.ClientTimeout(total=REQUEST_SECONDS)
         async with open_session(timeout=timeout) as session:
             while True:
-                try:
-                    await self._compare(session)
-                    self._log_problem("")
-                except (TimeoutError, aiohttp.ClientError, OSError, ValueError, KeyError, TypeError) as error:
-                    self.routed = frozenset()
-                    self._log_problem(str(error) or type(error).__name__)
+                self._begun += 1
+                self._log_problem(await self._compare(session))
+                async with self._end:
+                    self._ended = self._begun
+                    self._end.notify_all()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(PENDING_SECONDS if self._posted else COMPARE_SECONDS):
                         await self.wake.wait()
                 self.wake.clear()
 
-    async def _compare(self, session: aiohttp.ClientSession) -> None:
-        workers = await self._listed(session)
-        listed = {str(worker["id"]): str(worker["url"]) for worker in workers}
+    async def take_up(self, urls: frozenset[str]) -> None:
+        """Wait until smg sends requests to these engines. Give up after a few seconds, and at once without an smg.
+
+        Only a list that smg was asked for after this call counts: an older one may show engines that are being removed.
+        """
+        begun = self._begun
+        self.wake.set()
+        try:
+            async with asyncio.timeout(TAKE_UP_SECONDS), self._end:
+                await self._end.wait_for(lambda: self._ended > begun and bool(self._last_problem or urls <= self.routed | self._missed))
+        except TimeoutError:
+            log.warning("smg sends no requests to %s after %g s.", ", ".join(sorted(urls - self.routed)), TAKE_UP_SECONDS)
+
+    async def _compare(self, session: aiohttp.ClientSession) -> str:
+        """Compare and correct the list once. Return the problem, or an empty string."""
+        try:
+            workers = await self._listed(session)
+        except PROBLEMS as error:
+            self.routed = frozenset()
+            return str(error) or type(error).__name__
         self._note_routed(frozenset(str(worker["url"]).rstrip("/") for worker in workers if worker.get("status") == READY))
+        try:
+            await self._correct(session, workers)
+        except PROBLEMS as error:
+            return str(error) or type(error).__name__
+        return ""
+
+    async def _correct(self, session: aiohttp.ClientSession, workers: list[dict[str, Any]]) -> None:
+        listed = {str(worker["id"]): str(worker["url"]) for worker in workers}
         now = asyncio.get_running_loop().time()
         wanted = self._wanted()
         if wanted is None:

@@ -20,6 +20,7 @@ from sglang_rollout.coordinator.http.audit import CLIENT_LEFT, AuditLog
 from sglang_rollout.coordinator.metrics import Metrics
 from sglang_rollout.coordinator.smg import SmgWorkers
 from sglang_rollout.coordinator.update.machine import Machine
+from sglang_rollout.coordinator.update.requests import Answer, Request
 from sglang_rollout.coordinator.wanted_engines import WantedEngines
 from sglang_rollout.sglang.api import DATA_PATHS, ControlCall
 from sglang_rollout.sglang.refused_paths import find_refusal
@@ -29,9 +30,6 @@ from sglang_rollout.wire.reasons import GateReason, Refusal, RefusalCode, Refuse
 from sglang_rollout.wire.trainer import ControlReply
 
 log = logging.getLogger(__name__)
-
-ROUTES_SECONDS, ROUTES_POLL_SECONDS = 5.0, 0.1
-"""How long an answer waits for smg, which must read an engine's description before it sends requests there."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -65,16 +63,18 @@ class Parts:
         """Return True if requests at the URL reach this engine: its gate is open, and smg sends requests to it."""
         return self.machine.fleet.engines[name].serving and self.wanted_engines.url(name) in self.workers.routed
 
-    async def await_routes(self) -> None:
-        """Wait until smg sends requests to every engine with an open gate; after a few seconds give up, because smg may be gone."""
-        fleet = self.machine.fleet
-        try:
-            async with asyncio.timeout(ROUTES_SECONDS):
-                while any(engine.serving and not self.is_served(name) for name, engine in fleet.engines.items()):
-                    self.workers.wake.set()
-                    await asyncio.sleep(ROUTES_POLL_SECONDS)
-        except TimeoutError:
-            log.warning("smg did not take all engines that serve within %g s.", ROUTES_SECONDS)
+    async def ask(self, asked: Request, caller: str) -> Answer:
+        """Ask the state machine. If that opens gates, the answer waits until requests reach those engines: callers generate at once."""
+        before = self._serving()
+        answer = await self.driver.ask(asked, caller)
+        if opened := self._serving() - before:
+            await self.workers.take_up(opened)
+        return answer
+
+    def _serving(self) -> frozenset[str]:
+        """Return the URLs of engines whose gates are open."""
+        urls = (self.wanted_engines.url(name) for name, engine in self.machine.fleet.engines.items() if engine.serving)
+        return frozenset(filter(None, urls))
 
 
 PARTS = web.AppKey("parts", Parts)

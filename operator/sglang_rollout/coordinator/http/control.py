@@ -32,7 +32,7 @@ ONE_PROCESS = (
 
 async def reply_to(request: web.Request, asked: Request) -> web.Response:
     """Ask the state machine and return its answer in SGLang's shape."""
-    return answer_to(request, asked, await request.app[PARTS].driver.ask(asked, str(request[CALLER])))
+    return answer_to(request, asked, await request.app[PARTS].ask(asked, str(request[CALLER])))
 
 
 def answer_to(request: web.Request, asked: Request, answer: Answer) -> web.Response:
@@ -52,15 +52,6 @@ def _handler(parse: Parser) -> Callable[[web.Request], Any]:
         return await reply_to(request, parse(dialects.parse(await request.read())))
 
     return handle
-
-
-async def resume_memory(request: web.Request) -> web.Response:
-    """``POST /resume_memory_occupation``. The caller generates at once, so the answer waits until requests reach the engines."""
-    asked = dialects.resume_memory(dialects.parse(await request.read()))
-    reply = await reply_to(request, asked)
-    if reply.status == 200:
-        await request.app[PARTS].await_routes()
-    return reply
 
 
 async def open_group(request: web.Request) -> web.Response:
@@ -189,7 +180,7 @@ routes = [
     web.post(ControlCall.UNLOAD_ADAPTER.path, _handler(dialects.unload_adapter)),
     web.post(ControlCall.LOAD_ADAPTER_FROM_TENSORS.path, refuse_one_process),
     web.post(ControlCall.RELEASE_MEMORY.path, _handler(dialects.release_memory)),
-    web.post(ControlCall.RESUME_MEMORY.path, resume_memory),
+    web.post(ControlCall.RESUME_MEMORY.path, _handler(dialects.resume_memory)),
     web.post(f"{FLEET_ENGINES}/{{engine}}/flush_cache", flush_engine),
     web.post(f"{FLEET_ENGINES}/{{engine}}/abort_request", abort_request),
     web.post(f"{FLEET_ENGINES}/{{engine}}/{{call}}", call_engine),

@@ -36,7 +36,7 @@ MARGIN_SECONDS = 5.0
 async def open_upload(request: web.Request) -> web.Response:
     """``POST /fleet/updates``. The answer has the ticket that the weight store demands of the uploader."""
     parts, asked = request.app[PARTS], dialects.upload(dialects.parse(await request.read()))
-    answer = await parts.driver.ask(asked, str(request[CALLER]))
+    answer = await parts.ask(asked, str(request[CALLER]))
     if answer.success:
         ticket = parts.agents.upload_ticket(str(answer.fleet["update"]))
         answer = replace(answer, fleet={**answer.fleet, "ticket": ticket})
