@@ -6,6 +6,8 @@ trainers of our tests open their process groups here, so that a fleet that canno
 
 from __future__ import annotations
 
+import contextlib
+import random
 import socket
 from datetime import timedelta
 from typing import Any
@@ -14,11 +16,20 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world, rendezvous
 
+PORTS = (20000, 24000)
+"""Ports of rendezvous: below the ephemeral ports, and below those of our test servers and of a fleet on one machine."""
+
 
 def choose_port(host: str = "127.0.0.1") -> int:
-    """Return a free port, as frameworks choose that of their rendezvous: another program may take the port first."""
-    with socket.create_server((host, 0)) as listener:
-        return int(listener.getsockname()[1])
+    """Return a free port below the ephemeral ones, so that no outgoing connection takes it before the rendezvous listens there.
+
+    Raises:
+        OSError: There is none.
+    """
+    for port in random.sample(range(*PORTS), 100):
+        with contextlib.suppress(OSError), socket.create_server((host, port)):
+            return port
+    raise OSError(f"no free port on {host} from {PORTS[0]} to {PORTS[1] - 1}")
 
 
 def open_group(*, host: str, port: int, group: str, world_size: int, timeout: timedelta, backend: str = "gloo") -> Any:
