@@ -75,14 +75,18 @@ def document(url: str) -> dict[str, Any]:
 
 def serving(url: str, count: int, within: float = 240) -> dict[str, Any]:
     """Wait until ``count`` engines have an open gate, and return the discovery document."""
+    seen: dict[str, Any] = {}
 
-    def probe() -> dict[str, Any] | None:
-        seen = document(url)
-        return seen if seen["serving"] == count else None
+    def probe() -> bool:
+        seen.update(document(url))
+        return bool(seen["serving"] == count)
 
-    found = eventually(f"{count} engines serve", probe, within=within, every=1)
-    assert found is not None
-    return found
+    try:
+        eventually(f"{count} engines serve", probe, within=within, every=1)
+    except AssertionError as error:
+        error.add_note(f"last seen: {json.dumps(seen)}")
+        raise
+    return seen
 
 
 @dataclass
