@@ -46,10 +46,10 @@ async def pod(engine: StandIn, tmp_path: Path) -> AsyncIterator[Pod]:
 
 
 async def tokens(pod: Pod) -> list[int]:
-    """Return tokens that the engine generates through the gate."""
+    """Return tokens that the engine generates through the gate; none if the gate is closed."""
     answer = await pod.ask("POST", "/generate", {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 6}})
-    assert answer.status == 200, answer.body
-    return list(answer.body["output_ids"])
+    assert answer.status in (200, 503), answer.body
+    return list(answer.body["output_ids"]) if answer.status == 200 else []
 
 
 def right_tokens(made: StagedVersion) -> list[int]:
@@ -204,11 +204,10 @@ async def test_a_restarted_engine_loads_its_own_copy_without_a_coordinator(pod: 
     engine.restart()
 
     async def serves() -> bool:
-        return await pod.is_open() and await tokens(pod) == right_tokens(made)
+        status = await pod.status()
+        return (status.version, status.cohort) == (made.version, ["e0"]) and await tokens(pod) == right_tokens(made)
 
     await until(serves, SECONDS, "the engine serves the committed version again")
-    status = await pod.status()
-    assert (status.version, status.cohort) == (made.version, ["e0"])
 
 
 async def test_a_pause_waits_until_the_engine_has_loaded_its_own_copy(pod: Pod, source: Source, engine: StandIn) -> None:

@@ -134,13 +134,19 @@ class Peer:
 
     def send_command(self, what: str, **fields: Any) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"do": what, **fields}) + "\n")
-        self.process.stdin.flush()
+        try:
+            self.process.stdin.write(json.dumps({"do": what, **fields}) + "\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            raise AssertionError(self._end()) from None
+
+    def _end(self) -> str:
+        return f"the trainer process ended with {self.process.wait(10)}: {self.errors()}"
 
     def read_answer(self) -> dict[str, Any]:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        assert line, f"the trainer process ended with {self.process.wait(10)}: {self.errors()}"
+        assert line, self._end()
         return dict(json.loads(line))
 
     def open(self, servers: Sequence[Server | str], *, group: str | None = None, world: int | None = None) -> list[tuple[int, Any]]:

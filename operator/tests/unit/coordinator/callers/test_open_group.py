@@ -29,7 +29,7 @@ async def test_the_state_machine_gets_the_decision_about_the_address() -> None:
     callers = CallerCheck(name="fleet", namespace="ml", security=Security, pods=pods, credentials=Credentials("c").derive)
     parts = SimpleNamespace(
         callers=callers,
-        driver=SimpleNamespace(ask=ask),
+        ask=ask,
         machine=SimpleNamespace(fleet=SimpleNamespace(committed=None)),
         metrics=SimpleNamespace(registry=CollectorRegistry()),
     )
