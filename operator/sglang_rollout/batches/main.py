@@ -20,13 +20,22 @@ from sglang_rollout.batches.callers import CallerCheck
 from sglang_rollout.batches.client import GenerateClient
 from sglang_rollout.batches.memory import DEFAULT_LIMIT_BYTES, Budget
 from sglang_rollout.batches.metrics import make_metrics
-from sglang_rollout.batches.routes import MAX_BODY_BYTES, PARTS, Parts, handle_errors, routes
+from sglang_rollout.batches.parts import PARTS, Parts
+from sglang_rollout.batches.routes import MAX_BODY_BYTES, abort_held, handle_errors, routes
 from sglang_rollout.batches.serving import ServingView
 from sglang_rollout.logs import configure_logging, logging_options
 from sglang_rollout.proxy.address import Address
 from sglang_rollout.proxy.cli import ADDRESS, limits_option
 from sglang_rollout.proxy.listen import listen
-from sglang_rollout.wire.ports import BATCHES_HEALTH, BATCHES_METRICS, BATCHES_PORT, COORDINATOR_PORT, MEMORY_VARIABLE, SMG_PORT
+from sglang_rollout.wire.ports import (
+    BATCHES_ABORT,
+    BATCHES_HEALTH,
+    BATCHES_METRICS,
+    BATCHES_PORT,
+    COORDINATOR_PORT,
+    MEMORY_VARIABLE,
+    SMG_PORT,
+)
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +72,8 @@ async def serve(options: Options) -> None:
         app = web.Application(middlewares=[handle_errors], client_max_size=MAX_BODY_BYTES)
         app[PARTS] = parts
         metrics = make_aiohttp_handler(make_metrics(parts.budget))
-        app.add_routes([*routes, web.get(BATCHES_HEALTH, health), web.get(BATCHES_METRICS, metrics)])
+        own = [web.get(BATCHES_HEALTH, health), web.get(BATCHES_METRICS, metrics), web.post(BATCHES_ABORT, abort_held)]
+        app.add_routes([*routes, *own])
         runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=options.shutdown_seconds)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)

@@ -7,28 +7,28 @@ the memory of all bodies. They are forwarded to smg unchanged.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import aiohttp
 from aiohttp import web
+from pydantic import ValidationError
 
-from sglang_rollout.api.limits_spec import Limits
-from sglang_rollout.batches.callers import CallerCheck
-from sglang_rollout.batches.client import HOLD_SECONDS, NO_ENGINE, ConnectionLostError, GenerateClient, UnreachableError
-from sglang_rollout.batches.memory import Budget, ExhaustedError, Share, TooLargeError, objects_bytes
-from sglang_rollout.batches.serving import ServingView
-from sglang_rollout.batches.split import BatchError, Item, encode, join, parse, split
+from sglang_rollout.batches.aborted import AbortedError, Form, encode_answer, encode_samples, read_form
+from sglang_rollout.batches.client import NO_ENGINE, ConnectionLostError, UnreachableError
+from sglang_rollout.batches.memory import ExhaustedError, TooLargeError, objects_bytes
+from sglang_rollout.batches.parts import HELD, PARTS, SHARE
+from sglang_rollout.batches.sending import HOP_HEADERS, ask_engine, ask_smg, read_answer, send_item
+from sglang_rollout.batches.split import Batch, BatchError, encode, join, parse, split
 from sglang_rollout.batches.streams import BatchStream, ItemError, Send, run_bounded
-from sglang_rollout.sglang.api import CHAT_COMPLETIONS, COMPLETIONS, DIRECT_PATHS, GENERATE
+from sglang_rollout.sglang.api import CHAT_COMPLETIONS, COMPLETIONS, DIRECT_PATHS, GENERATE, GENERATING_PATHS
 from sglang_rollout.sglang.smg_limits import IGNORED_FIELDS, should_bypass_smg
-from sglang_rollout.wire.access import CALLER_HEADER, RELAYED_AUTHORIZATION_HEADER, RELAYED_CALLER_HEADER
-from sglang_rollout.wire.ports import BROKEN_HEADER, VERSION_HEADER
+from sglang_rollout.wire.access import CALLER_HEADER
+from sglang_rollout.wire.held import HeldAbort, HeldAbortReply
+from sglang_rollout.wire.ports import BATCHES_ABORT, VERSION_HEADER
 
 log = logging.getLogger(__name__)
 
@@ -36,51 +36,18 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 MAX_BODY_BYTES = 64 * 2**20
 """Largest batch; as much as smg buffers of a request for a retry."""
-ATTEMPTS = 2
-"""Engines that get a prompt, if the first breaks off: no prompt ends more than two. The front has the same limit."""
 BODY_SECONDS = 60.0
 """Longest time until a body has arrived, besides the time for its bytes."""
 BODY_BYTES_PER_SECOND = 2**20
 """Least speed at which a body may arrive after that time."""
 MAX_RUNNING_PROMPTS = 1024
 """Prompts of one batch that are sent at a time."""
-_SESSION_HEADERS = ("x-smg-routing-key", "x-session-id")
-"""Headers that name a conversation, as smg is configured to read them."""
-_KEPT_HEADERS = ("Content-Type", "Retry-After", BROKEN_HEADER)
-"""Headers of a refused item that the answer to its batch has, too."""
 _JSON = "application/json"
-_HOP_HEADERS = frozenset(
-    {"connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade", "proxy-authorization", "proxy-authenticate"}
-    | {"host", "content-length", "expect", "accept-encoding", "content-type"}
-    | {"authorization", CALLER_HEADER.lower(), RELAYED_CALLER_HEADER.lower(), RELAYED_AUTHORIZATION_HEADER.lower()}
-)
-"""Headers that belong to one connection, one body or the caller. Engines run model code, so no token reaches them."""
 _BLOCK_BYTES = 2**18
 """Size from which a part of an answer is written."""
-_RETRY_SECONDS = 0.25
-NO_WORKERS_SECONDS = 10.0
-"""Longest wait for smg's first worker after its restart, which takes 0.1 s; its list is compared twice a second."""
-
-
-@dataclass(frozen=True)
-class Parts:
-    """Objects that the routes need."""
-
-    client: GenerateClient
-    view: ServingView
-    budget: Budget
-    limits: Limits
-    callers: CallerCheck | None = None
-    """None: everyone may send data requests."""
-
-
-PARTS = web.AppKey("parts", Parts)
-SHARE = web.RequestKey("share", Share)
-"""The memory that a request has taken."""
-
-
 _STATUSES: dict[type[Exception], int] = {
     BatchError: 400,
+    AbortedError: 400,
     TooLargeError: 413,
     ConnectionLostError: 502,
     ExhaustedError: 503,
@@ -117,8 +84,8 @@ def _admit(handler: Handler) -> Handler:
             return refusal
         if reason := (await parts.view.read()).held:
             return _refuse(503, reason)
-        with parts.budget.share(request.headers.get(CALLER_HEADER)) as share:
-            request[SHARE] = share
+        with parts.budget.share(request.headers.get(CALLER_HEADER)) as share, parts.held.open() as held:
+            request[SHARE], request[HELD] = share, held
             return await handler(request)
 
     return handle
@@ -135,10 +102,11 @@ async def generate(request: web.Request) -> web.StreamResponse:
         data = encode(body)
     batch = split(body, request.app[PARTS].limits)
     if batch is None:
-        bypass = should_bypass_smg(request.path, body)
+        form, bypass = read_form(request.path, body), should_bypass_smg(request.path, body)
         del body
-        return await _forward_single(request, data, bypass=bypass)
+        return await _forward_single(request, data, form, bypass=bypass)
     _check_batch_bytes(len(data))
+    request[HELD].rids = _name_prompts(batch, body.get("rid"))
     common = min(batch.size, MAX_RUNNING_PROMPTS) * len(encode(batch.common))  # each prompt is sent with the common fields
     request[SHARE].set_body(objects_bytes(data) + common)
     sent = len(data) + common
@@ -149,11 +117,16 @@ async def generate(request: web.Request) -> web.StreamResponse:
         if place == batch.size - 1:  # prompts are sent in order, so the fields are no longer needed
             batch.drop_fields()
             request[SHARE].set_body(sent)
-        return _send_item(request, item)
+        return send_item(request, item, batch.samples)
 
     if batch.stream:
         return await BatchStream(request, batch.size, batch.samples, send, MAX_RUNNING_PROMPTS).run()
     return await _answer_batch(request, batch.size, send)
+
+
+def _name_prompts(batch: Batch, given: Any) -> frozenset[str]:
+    """Return the request IDs of a batch: of its prompts, and the one that the client gave for all of them."""
+    return frozenset(map(str, (*batch.columns.get("rid", ()), *([given] if isinstance(given, str) else ()))))
 
 
 @_admit
@@ -162,24 +135,24 @@ async def completions(request: web.Request) -> web.StreamResponse:
     data, body = await _with_adapter(request, await _read_body(request))
     prompt = body.get("prompt")
     ids = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], str)
-    bypass = ids or should_bypass_smg(request.path, body)
+    form, bypass = read_form(request.path, body), ids or should_bypass_smg(request.path, body)
     del body, prompt
-    return await _forward_single(request, data, bypass=bypass)
+    return await _forward_single(request, data, form, bypass=bypass)
 
 
 @_admit
 async def chat(request: web.Request) -> web.StreamResponse:
     """``POST /v1/chat/completions`` with values that smg refuses, or for a model with an adapter."""
     data, body = await _with_adapter(request, await _read_body(request))
-    bypass = should_bypass_smg(request.path, body)
+    form, bypass = read_form(request.path, body), should_bypass_smg(request.path, body)
     del body
-    return await _forward_single(request, data, bypass=bypass)
+    return await _forward_single(request, data, form, bypass=bypass)
 
 
 @_admit
 async def direct(request: web.Request) -> web.StreamResponse:
     """Embeddings, rewards, scores and the tokenizer: a serving engine answers."""
-    return await _forward_single(request, await _read_body(request), bypass=True)
+    return await _forward_single(request, await _read_body(request), Form(request.path), bypass=True)
 
 
 async def _with_adapter(request: web.Request, data: bytes) -> tuple[bytes, dict[str, Any]]:
@@ -203,13 +176,22 @@ async def _adapters(request: web.Request, wanted: str) -> tuple[str, ...]:
     return known if wanted in known else (await view.read(max_age=0)).adapters
 
 
-async def _forward_single(request: web.Request, data: bytes, *, bypass: bool) -> web.StreamResponse:
+async def _forward_single(request: web.Request, data: bytes, form: Form, *, bypass: bool) -> web.StreamResponse:
     """Forward a body to smg, or to an engine if smg would refuse or change it."""
     request[SHARE].set_body(len(data))
-    if not bypass:
-        return await _forward_to_smg(request, data)
-    async with _ask_engine(request, data) as reply:
-        return await _copy_answer(request, reply)
+    request[HELD].rids = frozenset(filter(None, [form.rid]))
+    try:
+        ask = ask_engine if bypass else ask_smg
+        async with request[HELD].hold(form) as prompt, ask(request, data, prompt) as reply:
+            if reply.status == 404 and request.path == GENERATE and not bypass:
+                return _refuse(503, NO_ENGINE)
+            prompt.note_answer()
+            return await _copy_answer(request, reply)
+    except AbortedError as error:
+        if form.path not in GENERATING_PATHS:
+            raise
+        kind, body = encode_answer(error)
+        return web.Response(body=body, headers={"Content-Type": kind})
 
 
 async def _answer_batch(request: web.Request, size: int, send: Send) -> web.StreamResponse:
@@ -218,9 +200,13 @@ async def _answer_batch(request: web.Request, size: int, send: Send) -> web.Stre
     versions: list[str | None] = [None] * size
 
     async def answer(place: int) -> None:
-        async with send(place) as reply:
-            answers[place] = await _read_answer(request, reply)
-            versions[place] = reply.headers.get(VERSION_HEADER)
+        try:
+            async with send(place) as reply:
+                answers[place] = await read_answer(request, reply)
+                versions[place] = reply.headers.get(VERSION_HEADER)
+        except AbortedError as error:
+            answers[place], versions[place] = encode_samples(error), error.weight_version
+            request[SHARE].add_answer(len(answers[place]))
 
     async with run_bounded(size, answer, MAX_RUNNING_PROMPTS) as tasks:
         await asyncio.gather(*tasks)
@@ -248,87 +234,9 @@ async def _write_list(request: web.Request, answers: Sequence[bytes], headers: M
     return response
 
 
-@asynccontextmanager
-async def _send_item(request: web.Request, item: Item) -> AsyncIterator[aiohttp.ClientResponse]:
-    """Yield the answer 200 to one item of a batch. Raise ItemError for any other answer.
-
-    A 404 comes from an smg that has just started and has no workers yet. It is retried, so that the batch is not lost.
-    """
-    data = encode(item)
-    send = _ask_engine if should_bypass_smg(GENERATE, item) else _ask_smg
-    del item
-    loop = asyncio.get_running_loop()
-    end = None
-    async with request.app[PARTS].client.batch_prompts:
-        while True:
-            async with send(request, data) as reply:
-                if reply.status == 200:
-                    yield reply
-                    return
-                if reply.status != 404:
-                    headers = {name: reply.headers[name] for name in _KEPT_HEADERS if name in reply.headers}
-                    raise ItemError(reply.status, await _read_answer(request, reply), headers)
-            end = end or loop.time() + NO_WORKERS_SECONDS
-            if loop.time() >= end:
-                raise UnreachableError(NO_ENGINE)
-            await asyncio.sleep(_RETRY_SECONDS)
-
-
-@asynccontextmanager
-async def _ask_smg(request: web.Request, data: bytes) -> AsyncIterator[aiohttp.ClientResponse]:
-    client = request.app[PARTS].client
-    for attempt in range(1, ATTEMPTS + 1):
-        async with await client.post(client.url + request.path_qs, data, _forwarded_headers(request), hold=HOLD_SECONDS) as reply:
-            if BROKEN_HEADER not in reply.headers or attempt == ATTEMPTS:
-                yield reply
-                return
-
-
-async def _forward_to_smg(request: web.Request, data: bytes) -> web.StreamResponse:
-    async with _ask_smg(request, data) as reply:
-        if reply.status == 404 and request.path == GENERATE:
-            return _refuse(503, NO_ENGINE)
-        return await _copy_answer(request, reply)
-
-
-@asynccontextmanager
-async def _ask_engine(request: web.Request, data: bytes) -> AsyncIterator[aiohttp.ClientResponse]:
-    """Yield the answer of a serving engine. If the engine's gate has just closed, or the engine broke off, ask the next engine."""
-    client = request.app[PARTS].client
-    loop = asyncio.get_running_loop()
-    end = loop.time() + HOLD_SECONDS
-    attempt = 1
-    while loop.time() < end:
-        for url in await _serving_urls(request):
-            try:
-                reply = await client.post(url + request.path_qs, data, _forwarded_headers(request))
-            except UnreachableError:
-                continue
-            async with reply:
-                if reply.status == 503:
-                    continue
-                if BROKEN_HEADER not in reply.headers or attempt == ATTEMPTS:
-                    yield reply
-                    return
-                attempt += 1
-        await asyncio.sleep(_RETRY_SECONDS)
-    raise UnreachableError(NO_ENGINE)
-
-
-async def _serving_urls(request: web.Request) -> list[str]:
-    """Return the gates of serving engines in the order to ask: by session if the request names one, else round robin."""
-    parts = request.app[PARTS]
-    urls = list((await parts.view.read()).engines)
-    session = next((request.headers[name] for name in _SESSION_HEADERS if name in request.headers), None)
-    if session is not None:
-        return sorted(urls, key=lambda url: hashlib.sha256(f"{session} {url}".encode()).digest())
-    start = next(parts.client.turns) % len(urls) if urls else 0
-    return urls[start:] + urls[:start]
-
-
 async def _copy_answer(request: web.Request, reply: aiohttp.ClientResponse) -> web.StreamResponse:
     """Forward an answer chunk by chunk."""
-    headers = {name: value for name, value in reply.headers.items() if name.lower() not in _HOP_HEADERS - {"content-type"}}
+    headers = {name: value for name, value in reply.headers.items() if name.lower() not in HOP_HEADERS - {"content-type"}}
     answer = web.StreamResponse(status=reply.status, reason=reply.reason, headers=headers)
     await answer.prepare(request)
     try:
@@ -341,18 +249,6 @@ async def _copy_answer(request: web.Request, reply: aiohttp.ClientResponse) -> w
         return answer
     await answer.write_eof()
     return answer
-
-
-async def _read_answer(request: web.Request, reply: aiohttp.ClientResponse) -> bytes:
-    """Return an answer. Its parts count as memory as they arrive, because one answer may hold many samples."""
-    parts = []
-    try:
-        async for part in reply.content.iter_any():
-            request[SHARE].add_answer(len(part))
-            parts.append(part)
-    except (aiohttp.ClientError, OSError) as error:
-        raise ConnectionLostError(f"The engine broke the connection in the middle of an answer ({type(error).__name__}).") from None
-    return b"".join(parts)
 
 
 async def _read_body(request: web.Request) -> bytes:
@@ -410,18 +306,21 @@ def _parse(request: web.Request, data: bytes) -> dict[str, Any]:
     return parse(data)
 
 
-def _forwarded_headers(request: web.Request) -> dict[str, str]:
-    return {name: value for name, value in request.headers.items() if name.lower() not in _HOP_HEADERS} | {
-        "Content-Type": _JSON,
-        "Accept-Encoding": "identity",
-    }
-
-
 def _refuse(status: int, message: str, code: str | None = None) -> web.Response:
     """Return a refusal in the shape of SGLang's data paths, with a code if it has one."""
     headers = {"Retry-After": "1"} if status == 503 else {}
     error = {"code": code, "type": "invalid_request_error", "message": message} if code else {"message": message}
     return web.json_response({"error": error}, status=status, headers=headers)
+
+
+async def abort_held(request: web.Request) -> web.Response:
+    """``POST /batches/abort``: end prompts that wait here, and wait for the engines' answers to those that were sent."""
+    try:
+        abort = HeldAbort.model_validate_json(await request.read())
+    except ValidationError as error:
+        return _refuse(400, f"{BATCHES_ABORT}: {error}")
+    sent = await request.app[PARTS].held.abort(abort)
+    return web.json_response(HeldAbortReply(sent=sent).model_dump())
 
 
 routes = [

@@ -11,8 +11,9 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from sglang_rollout.batches.aborted import AbortedError, make_samples
 from sglang_rollout.batches.client import ConnectionLostError
-from sglang_rollout.batches.split import add_index
+from sglang_rollout.batches.split import add_index, encode
 from sglang_rollout.wire.errors import read_error
 from sglang_rollout.wire.ports import VERSION_HEADER
 
@@ -81,6 +82,11 @@ class BatchStream:
                         return
                     await self._events.put(add_index(event, place, self._samples))
                 raise ConnectionLostError("The engine ended a stream before its end.")
+        except AbortedError as error:
+            self._versions[error.weight_version] = None
+            for number, sample in enumerate(make_samples(error)):
+                await self._events.put(encode({**sample, "index": place * self._samples + number}))
+            await self._events.put(None)
         except (aiohttp.ClientError, OSError) as error:
             await self._events.put(
                 ConnectionLostError(f"The engine broke the connection in the middle of a stream ({type(error).__name__}).")

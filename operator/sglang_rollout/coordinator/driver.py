@@ -12,6 +12,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from sglang_rollout.api.intent import Intent
+from sglang_rollout.coordinator.aborts import Aborts
 from sglang_rollout.coordinator.agents import Agents
 from sglang_rollout.coordinator.leadership import DeposedError, Leadership, take_over
 from sglang_rollout.coordinator.metrics import Metrics
@@ -69,6 +70,7 @@ class Driver:
         leadership: Leadership,
         metrics: Metrics,
         is_gone: Callable[[str], bool] = lambda caller: False,
+        aborts: Aborts | None = None,
     ) -> None:
         """Create the driver of one fleet; :meth:`run` starts it.
 
@@ -80,6 +82,7 @@ class Driver:
             leadership: Decides which coordinator leads.
             metrics: Counters to update.
             is_gone: Returns True if a caller was pods and none of them lives.
+            aborts: Ends requests that no engine has; None: nothing holds such requests.
         """
         self._name = name
         self._wanted_engines = wanted_engines
@@ -88,6 +91,7 @@ class Driver:
         self._leadership = leadership
         self._metrics = metrics
         self._is_gone = is_gone
+        self._aborts = aborts
         self.record_writer = RecordWriter(store)
         self._machine: Machine | None = None
         self._calls = itertools.count(1)
@@ -117,6 +121,12 @@ class Driver:
     def term(self) -> int:
         """Term of this coordinator; 0 until the record has been read."""
         return self._machine.fleet.term if self._machine is not None else 0
+
+    @property
+    def label(self) -> str:
+        """Label of the committed version; empty while none is known."""
+        committed = self._machine.fleet.committed if self._machine is not None else None
+        return committed.label if committed is not None else ""
 
     async def run(self) -> None:
         """Lead until the task is cancelled or fails.
@@ -294,6 +304,8 @@ class Driver:
     async def _send(self, effect: Send, cut: asyncio.Future[str]) -> None:
         began = time.monotonic()
         try:
+            if effect.ends_held and self._aborts is not None:
+                await self._aborts.end_waiting()
             results = await self._agents.fan_out(effect, cut)
         finally:
             self._cuts.pop(effect.id, None)

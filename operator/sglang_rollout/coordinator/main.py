@@ -19,6 +19,7 @@ import click
 import uvloop
 from aiohttp import web
 
+from sglang_rollout.coordinator.aborts import Aborts, BatchServer
 from sglang_rollout.coordinator.agents import Agents
 from sglang_rollout.coordinator.callers.check import CallerCheck
 from sglang_rollout.coordinator.callers.keys import SigningKeys, load_keys
@@ -46,7 +47,7 @@ from sglang_rollout.proxy.address import Address, Endpoint
 from sglang_rollout.proxy.cli import ADDRESS, ENDPOINT
 from sglang_rollout.proxy.listen import listen
 from sglang_rollout.proxy.smg import POLICIES, engine_labels
-from sglang_rollout.wire.ports import COORDINATOR_PORT
+from sglang_rollout.wire.ports import BATCHES_PORT, COORDINATOR_PORT
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +68,8 @@ class Options:
     kubernetes: bool
     intent_file: Path | None
     record_file: Path | None
+    batches_url: str | None = None
+    """Base URL of the batch server; None: there is none."""
     policy: str | None = None
     generate_url: str | None = None
     trainer_token_file: Path | None = None
@@ -117,9 +120,11 @@ async def serve(options: Options, key: Credentials) -> None:
             key=key,
             data_url=wanted_engines.data_url,
         )
+        batch_server = await stack.enter_async_context(BatchServer(options.batches_url, lambda: driver.label))
+        aborts = Aborts(agents, batch_server)
         driver = Driver(
             name=options.name, wanted_engines=wanted_engines, agents=agents, store=store, leadership=leadership, metrics=metrics,
-            is_gone=pods.is_gone,
+            is_gone=pods.is_gone, aborts=aborts,
         )  # fmt: skip
         wanted = WantedWorkers(wanted_engines.url)
         workers = SmgWorkers(options.smg_url, lambda: wanted.urls(driver.machine), engine_labels(options.policy))
@@ -129,7 +134,7 @@ async def serve(options: Options, key: Credentials) -> None:
         parts = Parts(
             name=options.name, namespace=options.namespace, public_url=options.public_url,
             generate_url=options.generate_url or options.public_url, driver=driver, agents=agents,
-            wanted_engines=wanted_engines, workers=workers, infos=infos, metrics=metrics, callers=callers,
+            wanted_engines=wanted_engines, workers=workers, infos=infos, metrics=metrics, callers=callers, aborts=aborts,
         )  # fmt: skip
         await agents.start()
         stack.push_async_callback(agents.close)
@@ -226,6 +231,7 @@ async def _run_until_signal(coroutines: Mapping[str, Coroutine[Any, Any, None]])
     help="Address that answers the questions of the batch server, and no control call.",
 )
 @click.option("--smg-url", default="http://127.0.0.1:30010", show_default=True, help="Base URL of smg.")
+@click.option("--batches-url", default=f"http://127.0.0.1:{BATCHES_PORT}", show_default=True, help="Base URL of the batch server.")
 @click.option("--policy", type=click.Choice(list(POLICIES)), default="CacheAware", show_default=True, help="How smg chooses an engine.")
 @click.option(
     "--token-file",

@@ -177,7 +177,7 @@ class Plan:
         smg_line = ("proxy", "smg", "--listen", str(smg), "--metrics-listen", str(smg_metrics), "--policy", self.policy, *limits)
         # smg serves for 5 s after SIGTERM, but no request reaches it, because the front is stopped first.
         children.append(Child("smg", (*_PROGRAM, *smg_line), grace=1.0))
-        children.append(Child("coordinator", self._coordinator_command(smg, coordinator, folders)))
+        children.append(Child("coordinator", self._coordinator_command(smg, batches, coordinator, folders)))
         urls = ("--smg-url", f"http://{smg}", "--coordinator-url", f"http://{coordinator}")
         children.append(Child("batches", (*_PROGRAM, "batches", "--listen", str(batches), *urls, *limits)))
         runtime = str(folders.runtime / "front")
@@ -208,9 +208,10 @@ class Plan:
             for container, path in paths.items()
         ]
 
-    def _coordinator_command(self, smg: Address, listen: Address, folders: Folders) -> tuple[str, ...]:
+    def _coordinator_command(self, smg: Address, batches: Address, listen: Address, folders: Folders) -> tuple[str, ...]:
         return (
-            *(*_PROGRAM, "coordinator", "--name", NAME, "--namespace", NAME, "--listen", str(listen), "--smg-url", f"http://{smg}"),
+            *(*_PROGRAM, "coordinator", "--name", NAME, "--namespace", NAME, "--listen", str(listen)),
+            *("--smg-url", f"http://{smg}", "--batches-url", f"http://{batches}"),
             *("--policy", self.policy),
             *("--token-file", str(folders.token), "--intent-file", str(folders.intent), "--record-file", str(folders.record)),
             *("--public-url", self.listen.url),

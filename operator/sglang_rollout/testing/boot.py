@@ -261,9 +261,13 @@ class Boot:
             self.changed()
 
     def abort(self, rid: str | None) -> None:
-        """Abort a request, or all if ``rid`` is None. Requests that a pause holds back are not in the scheduler yet and stay."""
-        for request in self.requests.values():
-            request.aborted |= rid is None or request.rid == rid
+        """Abort all requests if ``rid`` is None, else those whose IDs begin with it, if there is one with this ID.
+
+        Requests that a pause holds back are not in the scheduler yet and stay.
+        """
+        if rid is None or any(request.rid == rid for request in self.requests.values()):
+            for request in self.requests.values():
+                request.aborted |= rid is None or request.rid.startswith(rid)
         self.changed()
 
     async def unpaused(self) -> None:

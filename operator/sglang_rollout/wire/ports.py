@@ -144,3 +144,4 @@ FLEET_METRICS = "/fleet/metrics"  # GET Prometheus text
 # Paths of the batch server beside SGLang's data paths.
 BATCHES_HEALTH = "/batches/health"  # GET 200: the batch server runs (liveness)
 BATCHES_METRICS = "/batches/metrics"  # GET Prometheus text
+BATCHES_ABORT = "/batches/abort"  # POST HeldAbort -> HeldAbortReply: end requests that no engine has

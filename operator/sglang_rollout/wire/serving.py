@@ -10,6 +10,8 @@ class Serving(Message):
 
     held: str = ""
     """Why no engine may generate; empty if engines may."""
+    keeps_requests: bool = False
+    """True while ``held`` is a pause: requests that the batch server has accepted wait for its end, as those do that engines have."""
     engines: tuple[str, ...] = ()
     """Base URLs of the gates of serving engines."""
     adapters: tuple[str, ...] = ()

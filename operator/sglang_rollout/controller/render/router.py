@@ -183,6 +183,7 @@ def _coordinator(rollout: SGLangRollout, settings: Settings) -> Object:
             *("--listen", f"unix@{names.COORDINATOR_SOCKET}"),
             *("--pod-listen", f"127.0.0.1:{COORDINATOR_PORT}"),
             *("--smg-url", f"http://127.0.0.1:{SMG_PORT}"),
+            *("--batches-url", f"http://127.0.0.1:{BATCHES_PORT}"),
             *("--policy", rollout.spec.router.policy.value),
             *("--token-file", names.TOKEN_FILE),
             "--kubernetes",

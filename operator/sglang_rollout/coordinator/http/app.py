@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from aiohttp import web
 from prometheus_client.aiohttp import make_aiohttp_handler
 
+from sglang_rollout.coordinator.aborts import Aborts
 from sglang_rollout.coordinator.agents import Agents
 from sglang_rollout.coordinator.callers.check import CallerCheck
 from sglang_rollout.coordinator.callers.pods import Caller
@@ -50,6 +51,7 @@ class Parts:
     infos: EngineInfos
     metrics: Metrics
     callers: CallerCheck
+    aborts: Aborts
 
     @property
     def machine(self) -> Machine:

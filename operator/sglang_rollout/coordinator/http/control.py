@@ -13,7 +13,6 @@ from sglang_rollout.coordinator.callers.master import find_master
 from sglang_rollout.coordinator.http import dialects
 from sglang_rollout.coordinator.http.app import CALLER, PARTS, fail, refuse
 from sglang_rollout.coordinator.update.control_calls import AT_ENGINES
-from sglang_rollout.coordinator.update.events import Send
 from sglang_rollout.coordinator.update.lease import is_holder
 from sglang_rollout.coordinator.update.requests import Answer, AtEngine, Call, Continue, NewRun, OpenGroup, Request
 from sglang_rollout.sglang.api import ControlCall
@@ -21,7 +20,6 @@ from sglang_rollout.wire.ports import FLEET_CLAIM, FLEET_ENGINES, FLEET_LEASE, F
 from sglang_rollout.wire.reasons import RefusedError, reason_phrase
 from sglang_rollout.wire.states import KEEPS_WEIGHTS, FleetMode
 
-ABORT_DEADLINE_SECONDS = 10.0
 Parser = Callable[[Mapping[str, Any]], Request]
 
 ONE_PROCESS = (
@@ -84,7 +82,7 @@ async def lease(request: web.Request) -> web.Response:
 
 
 async def abort_request(request: web.Request) -> web.Response:
-    """``/abort_request`` on all engines, or on the engine that the path names.
+    """``/abort_request`` on all engines and in the batch server, or on the engine that the path names.
 
     An abort is not queued behind other operations, because it must work while an update waits for running requests. As all calls that
     change what engines do, it is refused while another trainer holds the fleet.
@@ -94,8 +92,8 @@ async def abort_request(request: web.Request) -> web.Response:
     parts.driver.refuse_other_trainer(str(request[CALLER]))
     engine = request.match_info.get("engine")
     names = [name for name in parts.machine.fleet.up() if engine is None or name == engine]
-    send = Send(ControlCall.ABORT_REQUEST.path, dict.fromkeys(names, body), ABORT_DEADLINE_SECONDS)
-    results = await asyncio.shield(parts.agents.fan_out(send)) if names else {}
+    abort = parts.aborts.abort if engine is None else parts.aborts.abort_at_engines
+    results = await asyncio.shield(abort(names, body))
     failed = {name: result.message for name, result in results.items() if not result.ok}
     if failed:
         name, reason = next(iter(failed.items()))

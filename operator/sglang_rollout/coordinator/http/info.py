@@ -31,7 +31,7 @@ from sglang_rollout.wire.ports import (
 )
 from sglang_rollout.wire.reasons import Refusal, RefusedError, reason_phrase
 from sglang_rollout.wire.serving import Serving
-from sglang_rollout.wire.states import Version
+from sglang_rollout.wire.states import FleetState, Version
 from sglang_rollout.wire.trainer import FleetDocument, FleetMember, ModelTensors, StoreRow
 
 SECRETS = ("api_key", "admin_api_key")
@@ -150,7 +150,10 @@ async def get_serving(request: web.Request) -> web.Response:
     fleet = parts.machine.fleet
     urls = (parts.wanted_engines.url(name) for name, engine in fleet.engines.items() if engine.serving)
     found = Serving(
-        held=fleet.why_not_generating, engines=tuple(url for url in urls if url is not None), adapters=tuple(lora.wanted_adapters(fleet))
+        held=fleet.why_not_generating,
+        keeps_requests=fleet.applied_state is FleetState.PAUSED,
+        engines=tuple(url for url in urls if url is not None),
+        adapters=tuple(lora.wanted_adapters(fleet)),
     )
     return web.json_response(found.model_dump(mode="json"))
 

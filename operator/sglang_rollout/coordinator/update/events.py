@@ -189,6 +189,8 @@ class Send:
     """
     idempotent: bool = False
     """True: a lost connection may be tried again within the deadline."""
+    ends_held: bool = False
+    """True: the call ends all requests of the fleet, so first those end that no engine has: the batch server holds them."""
     id: int = 0
 
 

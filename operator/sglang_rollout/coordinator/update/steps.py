@@ -108,11 +108,12 @@ async def send(
     grace: float | None = None,
     patience: float | None = None,
     idempotent: bool = False,
+    ends_held: bool = False,
 ) -> Results:
     """Call engines, all at once, and return one result per engine. Without engines there is no call."""
     if not bodies:
         return {}
-    return await _perform(Send(path, bodies, deadline, grace=grace, patience=patience, idempotent=idempotent))
+    return await _perform(Send(path, bodies, deadline, grace=grace, patience=patience, idempotent=idempotent, ends_held=ends_held))
 
 
 async def send_and_mark_dirty(

@@ -39,7 +39,7 @@ from sglang_rollout.coordinator.update.steps import (
 )
 from sglang_rollout.coordinator.update.store import describe_peer
 from sglang_rollout.coordinator.update.versions import newest
-from sglang_rollout.sglang.api import ControlCall, MemoryTag
+from sglang_rollout.sglang.api import ControlCall, MemoryTag, PauseMode
 from sglang_rollout.wire.reasons import RefusedError
 from sglang_rollout.wire.record import UpdateReason
 from sglang_rollout.wire.states import FleetState, describe_state
@@ -88,7 +88,8 @@ async def pause_all(fleet: Fleet, cause: Cause, mode: str | None, body: Body) ->
     names = fleet.up()
     _require_any(fleet, names, "there is nothing to pause")
     # Engines whose memory is released are paused already.
-    failed = await _pause_engines(fleet, [name for name in names if not fleet.engines[name].released], names, body)
+    running = [name for name in names if not fleet.engines[name].released]
+    failed = await _pause_engines(fleet, running, names, body, ends_held=mode == PauseMode.ABORT.sglang)
     if failed is None:
         fleet.interruptions.begin(Interruption(cause, mode=mode, engines=tuple(names), since=fleet.now, author=fleet.caller))
     return failed
@@ -120,11 +121,14 @@ async def pause_for_update(fleet: Fleet, names: Collection[str]) -> Answer | Non
     return failed
 
 
-async def _pause_engines(fleet: Fleet, running: Collection[str], names: Collection[str], body: Body) -> Answer | None:
+async def _pause_engines(
+    fleet: Fleet, running: Collection[str], names: Collection[str], body: Body, *, ends_held: bool = False
+) -> Answer | None:
     """Pause the ``running`` engines. If one fails, resume all of ``names``. With transport Staged, engines that are lost do not matter."""
     fleet.enter(Phase.PAUSE)
     boots = {name: fleet.boot(name) for name in running}
-    results = await send(ControlCall.PAUSE.path, same_body(running, body), fleet.policy.deadlines.pause_seconds)
+    limit = fleet.policy.deadlines.pause_seconds
+    results = await send(ControlCall.PAUSE.path, same_body(running, body), limit, ends_held=ends_held)
     for name in running:
         if results[name].ok:
             fleet.engines[name].anticipate(fleet.next_seq(), paused=True)

@@ -27,7 +27,7 @@ from sglang_rollout.coordinator.update.steps import Operation, failures, resume,
 from sglang_rollout.coordinator.update.store import STORE
 from sglang_rollout.coordinator.update.trainer import Trainer
 from sglang_rollout.coordinator.update.transaction import pause_by_policy
-from sglang_rollout.sglang.api import ControlCall
+from sglang_rollout.sglang.api import ControlCall, PauseMode
 from sglang_rollout.wire.record import UpdateReason
 from sglang_rollout.wire.states import FleetState, describe_state
 
@@ -219,7 +219,7 @@ async def apply_desired_state(fleet: Fleet) -> Answer:
         if fleet.pause is not None and fleet.pause.cause is Cause.TRAINER_LOST:
             fleet.interruptions.end_pause()  # the spec pauses the fleet from now on
         await sync(fleet)  # gates first: new requests get an answer and do not wait in an engine
-        return await keep_paused(fleet, _running_members(fleet))
+        return await keep_paused(fleet, _running_members(fleet), begins=True)
     if (
         before is FleetState.PAUSED and fleet.applied_state is FleetState.ACTIVE and fleet.pause is None
     ):  # else the trainer's own pause continues
@@ -237,10 +237,11 @@ async def _before_sleep(fleet: Fleet) -> None:
     await memory.note_checksums(fleet)
 
 
-async def keep_paused(fleet: Fleet, names: list[str]) -> Answer:
-    """Pause these engines for ``spec.state``: engines that have started since, or whose pause failed."""
-    body = {"mode": fleet.policy.pause_mode.sglang}
-    failed = failures(await send(ControlCall.PAUSE.path, same_body(names, body), fleet.policy.deadlines.pause_seconds))
+async def keep_paused(fleet: Fleet, names: list[str], *, begins: bool = False) -> Answer:
+    """Pause these engines for ``spec.state``: all when the pause begins, later those that have started since, or whose pause failed."""
+    mode, limit = fleet.policy.pause_mode, fleet.policy.deadlines.pause_seconds
+    bodies = same_body(names, {"mode": mode.sglang})
+    failed = failures(await send(ControlCall.PAUSE.path, bodies, limit, ends_held=begins and mode is PauseMode.ABORT))
     for name in failed:
         fleet.engines[name].pause_at = fleet.now + RETRY_SECONDS
     return Answer(500 if failed else 200, f"{len(names) - len(failed)} of {len(names)} engines were paused, as the spec says.")

@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from sglang_rollout.api.limits_spec import Limits
-from sglang_rollout.batches import client, routes
+from sglang_rollout.batches import client, routes, sending
 from sglang_rollout.wire.access import CALLER_HEADER, RELAYED_CALLER_HEADER
 from sglang_rollout.wire.ports import BATCHES_HEALTH, VERSION_HEADER
 from tests.contract.support.coordinator_process import Lab, fleet_lab
@@ -387,7 +387,7 @@ async def test_a_batch_waits_while_smg_restarts_or_has_no_engines(lab: Lab, scri
     assert not asking.done()
     lab.smg.answer_tokens = script
     assert (await asking)[0] == 200
-    monkeypatch.setattr(routes, "NO_WORKERS_SECONDS", 0.3)
+    monkeypatch.setattr(sending, "NO_WORKERS_SECONDS", 0.3)
     lab.smg.answer_tokens = None
     for body in ({"text": ["a"]}, {"text": ["a"], "stream": True}, {"text": "a"}):
         status, _, answer = await lab.post("/generate", body)

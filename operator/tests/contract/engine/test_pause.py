@@ -65,12 +65,15 @@ def test_pause_with_abort_ends_running_requests(engine: Server) -> None:
 
 
 def test_abort(engine: Server) -> None:
-    mine = engine.pool.submit(engine.generate, 1500, rid="mine")
+    mine = [engine.pool.submit(engine.generate, 1500, rid=rid) for rid in ("mine", "mine-2")]
     running = engine.start_long()
-    assert engine.post("/abort_request", {"rid": "mine"}) == (200, "")
-    assert mine.result(5)["meta_info"]["finish_reason"]["type"] == "abort"
-    assert engine.post("/abort_request", {}) == (200, "")
+    for body in ({}, {"rid": ""}, {"rid": "min"}):  # no request has this ID
+        assert engine.post("/abort_request", body) == (200, "")
     time.sleep(0.3)
+    assert not any(request.done() for request in mine)
+    assert engine.post("/abort_request", {"rid": "mine"}) == (200, "")
+    for request in mine:
+        assert request.result(5)["meta_info"]["finish_reason"]["type"] == "abort", "its ID begins with that of the abort"
     assert not running.done()
     # Retracted requests are aborted at once. Requests that arrive during the pause are not in the scheduler yet, and are kept.
     engine.post("/pause_generation", {"mode": "retract"})

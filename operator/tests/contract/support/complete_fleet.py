@@ -137,8 +137,8 @@ async def complete_fleet(
         (folder / "token").write_text(TOKEN)
         (folder / "intent.json").write_text(intent.model_dump_json())
         options = Options(
-            name="demo", namespace="default", listen=Address.parse(own), smg_url=f"http://{smg}", policy=policy,
-            token_file=folder / "token", public_url=url, kubernetes=False,
+            name="demo", namespace="default", listen=Address.parse(own), smg_url=f"http://{smg}", batches_url=f"http://{batches}",
+            policy=policy, token_file=folder / "token", public_url=url, kubernetes=False,
             intent_file=folder / "intent.json", record_file=folder / "record.json",
         )  # fmt: skip
         coordinator = asyncio.create_task(serve(options, CredentialFile(folder / "token")))

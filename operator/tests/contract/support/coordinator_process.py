@@ -229,6 +229,7 @@ class Lab:
         options = Options(
             name="demo", namespace="default",
             listen=listen or Address("127.0.0.1", self.port), pod_listen=pod_listen, smg_url=f"http://127.0.0.1:{self.smg.port}",
+            batches_url=f"http://127.0.0.1:{self.batches_port}",
             token_file=self.folder / "token", public_url=self.url, kubernetes=False,
             intent_file=self.folder / "intent.json", record_file=self.record,
         )  # fmt: skip
