@@ -38,6 +38,7 @@ from sglang_rollout.local.sizes import (
     read_sizes,
     with_reported_sizes,
 )
+from sglang_rollout.local.store_python import OPTION, StorePythonError, check_store_python, has_torch
 from sglang_rollout.local.supervisor import Supervisor
 from sglang_rollout.local.weights import parse_weights
 from sglang_rollout.plugin.install import reports_folder
@@ -104,7 +105,8 @@ class NotReadyError(CannotStartError):
     "--store-python",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     show_default="this Python",
-    help="With --transport Staged: Python that runs the weight store. Trainers with process groups need one with torch.",
+    help="With --transport Staged: Python that runs the weight store, with torch and sglang-rollout[coordinator]. Trainers with process"
+    " groups need it.",
 )
 @click.option(
     "--snapshots",
@@ -204,6 +206,7 @@ def command(
     _check_can_listen(listen, "--listen")
     defaults = {"backend": Backend(backend), "pause_mode": PauseMode(pause_mode), "transport": Transport(transport)}
     weights = parse_weights(weights_json, defaults, size_limit=staging_size_limit, snapshots=snapshots, activation=activation)
+    _check_store_python(store_python, weights)
     reports = reports_folder(os.environ)
     own = PluginReports(reports, cache_key=not shared_prefix_cache)
     found = asyncio.run(_read_sizes(parsed, weights, own, PluginUse(plugin)))
@@ -300,6 +303,8 @@ def _print_summary(plan: Plan, folders: Folders, silent: list[EngineArg]) -> Non
     click.echo(f"  logs        {folders.logs}")
     if plan.weights.is_staged:
         click.echo(f"  engines     need the option {LOADER_OPTION}")
+        if plan.store_python == sys.executable and not has_torch():
+            click.echo(f"  trainers    upload over HTTP: for process groups, name a Python that has torch with {OPTION}")
     if plan.plugin is PluginUse.OPTIONAL:
         click.echo("  plug-in     optional: without it one request can end an engine, and versions can reuse prefixes of older weights")
     else:
@@ -343,6 +348,21 @@ def _check_programs() -> None:
         raise CannotStartError(NO_HAPROXY)
     if importlib.util.find_spec("smg") is None:
         raise CannotStartError("smg, the SGLang router, is not installed; install sglang-rollout[router]")
+
+
+def _check_store_python(python: Path | None, weights: Weights) -> None:
+    """Refuse a Python that cannot run the weight store. Without the option, only a weight store with a GPU is sure to need torch."""
+    if python is not None and not weights.is_staged:
+        raise click.UsageError(f"{OPTION} belongs to --transport Staged: set the transport, or leave it out")
+    try:
+        if python is not None:
+            check_store_python(python.absolute())
+    except StorePythonError as error:
+        raise CannotStartError(str(error)) from None
+    has_gpu = weights.store is not None and weights.store.gpu is not None
+    if python is None and has_gpu and not has_torch():
+        lacks = f"weights.store.gpu needs a weight store with torch, which {sys.executable} lacks"
+        raise CannotStartError(f"{lacks}: name a Python that has it with {OPTION}")
 
 
 def _check_engines(engines: tuple[EngineArg, ...]) -> None:

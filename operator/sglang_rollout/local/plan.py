@@ -230,8 +230,7 @@ class Plan:
             *("--token-file", str(folders.credential(STORE))),
             *self._snapshot_options(),
         )
-        paths = [str(_PACKAGES), *filter(None, [os.environ.get("PYTHONPATH", "")])]
-        return [Child(STORE, line, environment={"PYTHONPATH": os.pathsep.join(paths)})]
+        return [Child(STORE, line, environment=store_variables(os.environ))]
 
     def _snapshot_options(self) -> tuple[str, ...]:
         """Return the arguments of the weight store about snapshots."""
@@ -255,6 +254,11 @@ class Plan:
             gate, agent, metrics = (_loopback(port) for port in self.ports[first : first + _ENGINE_PORTS])
             data = _loopback(self.ports[first_data + i]) if self.weights.is_staged else None
             yield _EngineAddresses(f"{NAME}-engine-{i}", engine, gate, agent, metrics, data)
+
+
+def store_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables with which another Python finds this package."""
+    return {"PYTHONPATH": os.pathsep.join([str(_PACKAGES), *filter(None, [environment.get("PYTHONPATH", "")])])}
 
 
 def count_ports(engines: int, *, staged: bool = False) -> int:

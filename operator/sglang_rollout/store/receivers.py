@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import logging
 import os
@@ -24,6 +25,10 @@ START_SECONDS = 120.0
 _MARGIN_SECONDS = 1.0
 """How much later than the child itself the store ends a call: the child's error is clearer."""
 _MODULE = "sglang_rollout.store.receiver"
+NO_TORCH = (
+    f"The Python of the weight store, {sys.executable}, has no torch, which a process group needs: upload over HTTP,"
+    " or start the weight store with a Python that has torch (sglang-rollout local --store-python)."
+)
 
 Progress = Callable[[int], None]
 """Receives the number of bytes at the beginning of a shard that have arrived."""
@@ -49,8 +54,10 @@ class Receiver:
         """Start a child, and wait until it has imported torch.
 
         Raises:
-            ReceiverError: The child does not start.
+            ReceiverError: The child does not start, or this Python has no torch.
         """
+        if importlib.util.find_spec("torch") is None:
+            raise ReceiverError(NO_TORCH, RefusalCode.BACKEND_UNAVAILABLE)
         pipe = asyncio.subprocess.PIPE
         line = [sys.executable, "-m", _MODULE, str(os.getpid())]
         process = await asyncio.create_subprocess_exec(*line, stdin=pipe, stdout=pipe, env=clean_environment(os.environ))
@@ -149,7 +156,8 @@ class Receiver:
         code = self._process.returncode or 0
         cause = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         full = " Is the volume full?" if code == -signal.SIGBUS else ""  # a page of the mapped file could not be allocated
-        return f"The receiver ended with {cause} when it should {action}.{full}"
+        log = " The log of the weight store has the reason." if code > 0 else ""
+        return f"The receiver ended with {cause} when it should {action}.{full}{log}"
 
 
 class Receivers:

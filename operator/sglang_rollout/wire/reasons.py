@@ -100,7 +100,7 @@ class RefusalCode(StrEnum):
     MASTER_UNREACHABLE = "MasterUnreachable"
     """No store of the trainer's rank 0 answers at ``master_address`` and ``master_port``, or it has closed."""
     BACKEND_UNAVAILABLE = "BackendUnavailable"
-    """The backend of a process group needs a GPU that the weight store does not have."""
+    """The backend of a process group needs torch or a GPU, which the weight store does not have."""
     RANK_ZERO_ABSENT = "RankZeroAbsent"
     """The trainer's rank 0 did not open the process group with the values of the call: world size, name and backend."""
     RANKS_NOT_CONNECTED = "RanksNotConnected"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
@@ -225,8 +226,9 @@ def test_an_unreachable_trainer_is_reported(upload_store: StoreProcess) -> None:
 def test_a_process_group_without_torch_is_refused(upload_store: StoreProcess) -> None:
     body = {"group_name": "g", "master_address": "127.0.0.1", "master_port": 1, "deadline": 1}
     status, reply = upload_store.call("/store/join", body)
-    assert (status, reply["code"]) == (502, "UpstreamFailed")
-    assert "ended with exit code 1" in reply["message"]
+    assert (status, reply["code"]) == (400, "BackendUnavailable")
+    assert f"The Python of the weight store, {sys.executable}, has no torch" in reply["message"]
+    assert "--store-python" in reply["message"]
 
 
 def test_malformed_calls_name_the_field(upload_store: StoreProcess) -> None:

@@ -284,6 +284,11 @@ def test_options_of_transport_staged_that_do_not_fit_are_refused(tmp_path: Path)
         in_turn = ("--transport", "Staged", *state, *limit, "--activation", "Rolling", "--weights", latest)
         assert "needs versionPolicy MaxStaleness" in refused(*line, *in_turn)
         assert "--snapshots belongs to --transport Staged" in refused(*line, "--snapshots", str(tmp_path))
+        assert "--store-python belongs to --transport Staged" in refused(*line, "--store-python", sys.executable)
+        staged = (*line, "--transport", "Staged", *state, *limit)
+        assert f"--store-python {sys.executable} has no torch" in refused(*staged, "--store-python", sys.executable)
+        gpu = refused(*staged, "--weights", '{"store": {"gpu": {}}}')
+        assert f"weights.store.gpu needs a weight store with torch, which {sys.executable} lacks" in gpu
         claim = '{"store": {"snapshots": {"volume": {"claim": "policy"}}}}'
         assert "needs hostPath without Kubernetes" in refused(*line, "--transport", "Staged", *state, *limit, "--weights", claim)
 
