@@ -132,6 +132,8 @@ class PluginChecked:
     """Which part of the proof is missing, as a sentence; empty if the proof is complete."""
     updates_refused: str = ""
     """Why SGLang refuses updates of the weights; empty if it does not."""
+    sampling_params: tuple[str, ...] = ()
+    """Names of the sampling parameters that a request may set; empty if they are not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,8 +235,8 @@ def _apply(state: State, event: Event) -> State:  # noqa: PLR0911, PLR0912 - one
             return replace(_change(state, **clean, received=0, failed=False, unverified=False), calls=state.calls + 1)
         case UpdateGivenUp():
             return _fail_update(_change(state, activation=None))
-        case PluginChecked(boot_id, missing, updates_refused):
-            proof = replace(state.plugin, missing=missing, updates_refused=updates_refused)
+        case PluginChecked(boot_id, missing, updates_refused, sampling_params):
+            proof = replace(state.plugin, missing=missing, updates_refused=updates_refused, sampling_params=sampling_params)
             return replace(state, plugin=proof) if boot_id == state.record.boot_id and proof != state.plugin else state
         case DrainingChanged(draining):
             return replace(state, draining=draining)

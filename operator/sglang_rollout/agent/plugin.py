@@ -51,7 +51,7 @@ class PluginWatch:
         missing = reports.missing(wanted, cache_key=self._reports.cache_key) or ""
         if missing != proof.missing and proof.is_required and agent.state.record.boot_id == boot_id:
             log.info("%s", missing or "The plug-in is active in all processes of the engine.")
-        agent.dispatch(ev.PluginChecked(boot_id, missing, reports.updates_refused))
+        agent.dispatch(ev.PluginChecked(boot_id, missing, reports.updates_refused, reports.sampling_params))
         if missing and proof.is_required:
             await self._ask_for_token()
 

@@ -113,6 +113,8 @@ class PluginProof:
     """The gate stays closed until the proof is complete."""
     updates_refused: str = ""
     """Why SGLang refuses updates of the weights, in its own sentences; empty if it does not, or if nothing is known."""
+    sampling_params: tuple[str, ...] = ()
+    """Names of the sampling parameters that a request may set; empty if they are not known."""
 
 
 _CLOSED_BY_SPEC = {FleetState.PAUSED: GateReason.PAUSED, FleetState.ASLEEP: GateReason.ASLEEP}
@@ -318,6 +320,7 @@ def status(state: State, *, name: str, gate_open: bool) -> AgentStatus:
         probes_port=True,
         nccl=facts.nccl if facts else None,
         updates_refused=state.plugin.updates_refused if state.up else "",
+        sampling_params=list(state.plugin.sampling_params) if state.up else [],
         reason=None if closed is None else closed.code,
         message="" if closed is None else closed.message,
     )

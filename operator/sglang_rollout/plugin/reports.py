@@ -30,6 +30,7 @@ MOST_FILES = 4096
 _MOST_TENSORS = 1_000_000
 LONGEST_TEXT = 1024
 """Characters of a text or a name in a report."""
+_MOST_SAMPLING_PARAMS = 1000
 
 CACHE_KEY, NAMES = "cache_key", "names"
 """Hooks in a scheduler, as its report lists them."""
@@ -69,6 +70,8 @@ class RequestsReport:
     seed: int
     host: str = ""
     """Name of the host whose port it is."""
+    sampling_params: tuple[str, ...] = ()
+    """Names of the sampling parameters that a request may set in this release; empty if they are not known."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +144,11 @@ class Reports:
                 where = f"The scheduler {process_label(one.dp, one.pp, one.tp)} of SGLang {one.release}"
                 return f"{where} sets no cache key of the version, which engine.prefixCache: PerVersion needs."
         return None
+
+    @property
+    def sampling_params(self) -> tuple[str, ...]:
+        """Names of the sampling parameters that a request may set; empty if they are not known."""
+        return self.requests.sampling_params if self.requests is not None else ()
 
     @property
     def updates_refused(self) -> str:
@@ -231,7 +239,16 @@ def _number(found: Mapping[str, Any], key: str) -> int:
 
 def _requests_report(found: Mapping[str, Any]) -> RequestsReport:
     numbers = {key: _number(found, key) for key in ("pid", "port", "seed")}
-    return RequestsReport(release=_text(found, "release"), host=_text(found, "host"), **numbers)
+    names = _short_texts(found, "sampling_params")
+    return RequestsReport(release=_text(found, "release"), host=_text(found, "host"), sampling_params=names, **numbers)
+
+
+def _short_texts(found: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    """Return a list of texts; empty if there is none."""
+    texts = found.get(key) or []
+    if not isinstance(texts, list) or len(texts) > _MOST_SAMPLING_PARAMS:
+        raise _WrongReport(f"{key} is no list, or too long")
+    return tuple(_text({key: text}, key) for text in texts)
 
 
 def _scheduler_report(found: Mapping[str, Any]) -> SchedulerReport:

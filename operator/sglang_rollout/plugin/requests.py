@@ -6,6 +6,7 @@ the request that it could not check; any other exception would end the engine at
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import socket
@@ -20,6 +21,7 @@ from .reports import REQUESTS_FILE, RequestsReport
 from .request import Facts
 from .rules import AFTER_TOKENS, RULES, Rule, check
 from .runs import delete_replaced_runs
+from .sampling import INTERNAL_PARAMS
 
 log = logging.getLogger(__name__)
 
@@ -81,12 +83,25 @@ def _find_adapters(manager: Any) -> frozenset[str] | None:
     return frozenset(manager.lora_registry.get_all_adapters()) if get_lora().enable_lora else None
 
 
+def list_sampling_params(manager: Any) -> tuple[str, ...]:
+    """Return the names that a request may set in ``sampling_params``, as this release of SGLang has them; none if they cannot be listed."""
+    kind = getattr(manager, "sampling_params_class", None)
+    try:
+        found = inspect.signature(kind).parameters.values() if kind is not None else ()
+    except (TypeError, ValueError):
+        found = ()
+    if not found or any(one.kind is one.VAR_KEYWORD for one in found):
+        log.warning("The sampling parameters of this SGLang cannot be listed, so clients do not refuse unknown names.")
+        return ()
+    return tuple(one.name for one in found if one.name not in INTERNAL_PARAMS)
+
+
 def _report_process(manager: Any, request: Any) -> None:
     if not bodies.is_active(request):
         log.error("The plug-in does not check bodies before SGLang validates them, so it proves nothing.")
         return
     try:
-        own = {**identify_process(manager.server_args), "host": socket.gethostname()}
+        own = {**identify_process(manager.server_args), "host": socket.gethostname(), "sampling_params": list_sampling_params(manager)}
         if report(REQUESTS_FILE, own):
             delete_replaced_runs(Path(settings().reports), run(), RequestsReport(**own))
     except Exception:

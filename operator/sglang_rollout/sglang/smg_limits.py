@@ -27,6 +27,8 @@ DROPPED_SAMPLING_PARAMETERS = (
     *("stop_regex", "stream_interval", "structural_tag", "watermark"),
 )
 """Keys of ``sampling_params`` that SGLang knows and smg drops."""
+CARRIED_SAMPLING_PARAMETERS = FORWARDED_SAMPLING_PARAMETERS.union(DROPPED_SAMPLING_PARAMETERS)
+"""Keys of ``sampling_params`` that reach an engine, through smg or past it. Any other key may be dropped on the way."""
 MEANINGFUL_NULLS = ("max_new_tokens",)
 """Keys of ``sampling_params`` whose null SGLang tells from a missing key (no limit, in place of 128 tokens). smg drops all nulls."""
 IGNORED_FIELDS = ("model",)

@@ -20,11 +20,20 @@ SAMPLING_FIELDS: Mapping[str, str] = {
     "beam_width": _INTEGER, "watermark": _WATERMARK, "choice": _SEQUENCE,
 }  # fmt: skip
 """Sampling parameters in SGLang's order, and what its decoder expects. Each may also be null."""
+_DECODED_ONLY = "choice"
+"""SGLang's decoder takes it, and its sampling does not."""
+_NEW = "watermark"
+"""SGLang 0.5.20 does not have it."""
 _PYTHON: Mapping[str, tuple[type, ...]] = {
     _INTEGER: (int,), _FLOAT: (int, float), _BOOLEAN: (bool,), _STRING: (str,), _MAP: (dict,), _SEQUENCE: (list,),
     _STRINGS: (str, list), _WATERMARK: (dict,), _ANYTHING: (object,),
 }  # fmt: skip
 _INSIDE = {"stop_token_ids": _INTEGER, "stop": _STRING, "stop_regex": _STRING, "logit_bias": _FLOAT, "choice": _STRING}
+
+
+def list_sampling_params(*, is_old: bool) -> list[str]:
+    """Return the names that the plug-in finds in SGLang 0.5.23, or in 0.5.20 with ``is_old``."""
+    return [name for name in SAMPLING_FIELDS if name != _DECODED_ONLY and not (is_old and name == _NEW)]
 
 
 def check_types(body: Mapping[str, Any]) -> None:

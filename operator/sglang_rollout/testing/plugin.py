@@ -27,6 +27,7 @@ from sglang_rollout.plugin.rules import AFTER_TOKENS, RULES, Rule, check
 from sglang_rollout.plugin.runs import delete_replaced_runs
 from sglang_rollout.plugin.settings import read_run, read_settings
 from sglang_rollout.testing.boot import Boot
+from sglang_rollout.testing.decode import list_sampling_params
 from sglang_rollout.testing.replies import BadRequest, RefusedBody
 
 
@@ -83,6 +84,6 @@ def report_plugin(boot: Boot) -> None:
         place = {"rank": pp * sizes[2] + tp, "dp": dp, "pp": pp, "tp": tp, "hooks": hooks}
         rest = {"names": names_file(label), "unchecked": "", "updates_refused": boot.setup.updates_refused}
         write_report(folder, scheduler_file(label), {**common, **place, **rest})
-    own = {**common, "host": socket.gethostname()}
+    own = {**common, "host": socket.gethostname(), "sampling_params": tuple(list_sampling_params(is_old=not boot.setup.sessions))}
     write_report(folder, REQUESTS_FILE, own)
     delete_replaced_runs(Path(settings.reports), run, RequestsReport(**own))

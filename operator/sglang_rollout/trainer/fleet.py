@@ -34,6 +34,7 @@ from sglang_rollout.trainer.push import (
     wait_for_commit,
 )
 from sglang_rollout.trainer.ranks import MARGIN_SECONDS, Ranks, follow
+from sglang_rollout.trainer.sampling_names import SamplingNames
 from sglang_rollout.trainer.snapshots import HostBytes, Snapshots, Staging
 from sglang_rollout.trainer.tensors import NamedTensors, Shapes, Source, Specs
 from sglang_rollout.trainer.upload import COMMIT_STEPS, Upload, Wait
@@ -62,6 +63,7 @@ class Fleet:
         self.snapshots = snapshots
         """Which pushes are also written to disk. May be set at any time."""
         self._groups = GroupControl(http, self.document)
+        self._sampling_names = SamplingNames(lambda seconds: self._read_document(min(seconds, INFO_SECONDS)))
         self._shapes: tuple[tuple[str, int], Shapes | None] | None = None
         """Fleet ID and epoch, and the tensors of the engines' model. None as tensors: the fleet cannot read its model."""
 
@@ -76,8 +78,11 @@ class Fleet:
         Raises:
             FleetError: The URL does not answer with a discovery document.
         """
+        return self._read_document(INFO_SECONDS)
+
+    def _read_document(self, timeout: float) -> FleetDocument:
         try:
-            return FleetDocument.model_validate(self._http.get(FLEET, timeout=INFO_SECONDS))
+            return FleetDocument.model_validate(self._http.get(FLEET, timeout=timeout))
         except ValidationError as error:
             raise FleetError(f"{self.url}{FLEET} is not a discovery document: {error}. Is this the URL of a rollout's router?") from error
 
@@ -102,7 +107,8 @@ class Fleet:
             input_ids: Token ids of each prompt.
             n: Samples per prompt, 1 to 1024. One engine generates all samples of a prompt; repeat the prompt to use several engines.
                 ``n`` in ``sampling_params`` has the same meaning. The default is 1.
-            sampling_params: SGLang's sampling parameters: one mapping for all prompts, or one for each.
+            sampling_params: SGLang's sampling parameters: one mapping for all prompts, or one for each. A name that the engines do not know
+                is refused, if the fleet says which names they know.
             return_logprob: Return the log-probability of each output token.
             timeout: Seconds for the whole call.
             concurrency: Maximum number of prompts in flight.
@@ -125,6 +131,7 @@ class Fleet:
             return_logprob=return_logprob,
             timeout=timeout,
             concurrency=concurrency,
+            check_names=self._sampling_names.check,
         )
 
     def open_group(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import operator
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any
@@ -107,14 +107,20 @@ def generate(
     return_logprob: bool,
     timeout: float,
     concurrency: int,
+    check_names: Callable[[Mapping[str, str], float], None],
 ) -> list[Sample]:
-    """Send one ``/generate`` per prompt, ``concurrency`` at a time. Return the samples in the order of the prompts."""
+    """Send one ``/generate`` per prompt, ``concurrency`` at a time. Return the samples in the order of the prompts.
+
+    Before, ``check_names`` gets each name of a sampling parameter with the argument that has it, and the seconds that it may take.
+    It raises ValueError for an unknown name.
+    """
     to_send = build_prompt_requests(prompts, key=key, n=n, sampling_params=sampling_params)
     require(
         find_count_problem(concurrency, "concurrency"),
         find_seconds_problem(timeout, "timeout"),
         find_flag_problem(return_logprob, "return_logprob"),
     )
+    check_names(list_names(to_send, is_list=not isinstance(sampling_params, Mapping | None)), timeout)
     run = _Run(http, to_send, key, return_logprob=return_logprob, deadline=Deadline(timeout))
     run.run(min(concurrency, len(to_send)))
     return run.result()
@@ -344,6 +350,15 @@ def build_prompt_requests(
         n = _check_n(n, "n")
     each = _resolve_all_params(sampling_params, n, len(checked))
     return [PromptRequest(index, prompt, *each[index]) for index, prompt in enumerate(checked)]
+
+
+def list_names(prompts: Sequence[PromptRequest], *, is_list: bool) -> dict[str, str]:
+    """Return each name of a sampling parameter, and the first argument that has it. ``is_list``: each prompt has its own parameters."""
+    found: dict[str, str] = {}
+    for each in prompts if is_list else prompts[:1]:
+        for name in each.sampling_params:
+            found.setdefault(str(name), f"sampling_params[{each.index}]" if is_list else "sampling_params")
+    return found
 
 
 def _resolve_all_params(given: Any, n: int | None, prompts: int) -> list[tuple[dict[str, Any], int]]:

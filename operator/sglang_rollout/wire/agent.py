@@ -66,6 +66,8 @@ class AgentStatus(Message):
     """NCCL of the engine's container; None: not known."""
     updates_refused: str = ""
     """Why SGLang refuses updates of the weights, in its own sentences; empty if it does not, or if nothing is known."""
+    sampling_params: list[str] = Field(default_factory=list)
+    """Names of the sampling parameters that a request to the engine may set; empty if they are not known."""
     reason: GateReason | None = None
     """Why the gate is closed; None while it is open."""
     message: str = ""

@@ -99,6 +99,8 @@ class FleetDocument(Message):
     """True while a trainer has paused the fleet and engines generate (``weights.staging.trainerPause: Defer``)."""
     update: str | None = None
     """ID of the open update, with transport Staged; null: none is open."""
+    sampling_params: list[str] = Field(default_factory=list)
+    """Names that a request may set in ``sampling_params``: those that every engine knows and that reach the engines. Empty: not known."""
     store: StoreRow | None = None
     """The weight store; null: the transport is not Staged."""
 

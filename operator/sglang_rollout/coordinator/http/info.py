@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from aiohttp import web
@@ -17,6 +18,7 @@ from sglang_rollout.coordinator.update.membership import why_incomplete
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.snapshots import why_lost
 from sglang_rollout.sglang.api import MODEL_INFO, MODELS, SERVER_INFO
+from sglang_rollout.sglang.smg_limits import CARRIED_SAMPLING_PARAMETERS
 from sglang_rollout.wire.access import CALLER_HEADER, RELAYED_CALLER_HEADER, PathKind
 from sglang_rollout.wire.agent import CheckpointRequest
 from sglang_rollout.wire.ports import (
@@ -86,8 +88,21 @@ def make_document(parts: Parts) -> FleetDocument:
         transport=fleet.policy.transport.value,
         update=fleet.update.staged.id if fleet.update is not None and fleet.update.staged is not None else None,
         store=_store_row(fleet),
+        sampling_params=list_sampling_params(engine.sampling_params for engine in fleet.engines.values()),
         urls={"control": parts.public_url, "data": parts.generate_url},
     )
+
+
+def list_sampling_params(engines: Iterable[Collection[str]]) -> list[str]:
+    """Return the names that a request may set in ``sampling_params``; none if no engine reports its names.
+
+    A request may reach any engine, so that a name must be known to every engine of those that report.
+
+    Args:
+        engines: Names that each engine knows; empty: it does not report them.
+    """
+    known = [set(names) for names in engines if names]
+    return sorted(CARRIED_SAMPLING_PARAMETERS.intersection(*known)) if known else []
 
 
 def _store_row(fleet: Fleet) -> StoreRow | None:

@@ -123,6 +123,11 @@ class Engine:
         return self.status.updates_refused if self.status is not None else ""
 
     @property
+    def sampling_params(self) -> list[str]:
+        """Names of the sampling parameters that a request to it may set; empty if they are not known."""
+        return self.status.sampling_params if self.status is not None else []
+
+    @property
     def paused(self) -> bool:
         """True if it is paused: its agent reports it, or it has answered the call."""
         return self.status is not None and self.status.paused

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,24 @@ def test_a_hostile_request_is_refused(checked: PluginEngine, path: str, body: An
     found, message = table.take_message(answer)
     assert ((status, found), table.code_of(message)) == (table.expect_refusal(path, where, stream=stream), code), message
     checked.generate(input_ids=[5, 6])
+
+
+@ALL
+def test_the_sampling_parameters_that_it_reports_are_those_that_a_request_may_set(checked: PluginEngine) -> None:
+    names = checked.reports().sampling_params
+    prompt = {"input_ids": [5, 6]}
+    for name in names:
+        value = 1 if name == "n" else None  # SGLang answers n: null with 500
+        status, answer = checked.post("/generate", prompt | {"sampling_params": {name: value, "max_new_tokens": 1}})
+        assert status == 200, (name, answer)
+    assert "choice" not in names, "SGLang's decoder takes it, and its sampling does not"
+    for name in ("max_tokens", "stop_strs"):
+        status, answer = checked.post("/generate", prompt | {"sampling_params": {name: None, "max_new_tokens": 1}})
+        assert name not in names
+        assert status != 200, (name, answer)
+    status, answer = checked.post("/generate", prompt | {"sampling_params": {"max_tokens": 1}})
+    listed = set(re.findall(r"`(\w+)`", str(answer))) - {"max_tokens", "choice"}
+    assert listed in (set(), set(names)), "SGLang itself lists them since 0.5.21"
 
 
 @NEW

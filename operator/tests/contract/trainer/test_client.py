@@ -52,6 +52,14 @@ def case(url: str) -> Callable[[str], dict[str, Any]]:
     return run
 
 
+def test_a_sampling_parameter_that_smg_would_drop_is_refused_before_it_is_sent(url: str) -> None:
+    with connect(url, timeout=60) as fleet:
+        names = set(fleet.document().sampling_params)
+        assert {"max_new_tokens", "sampling_seed", "watermark", "stop_regex"} < names, "the list of the engines' own release"
+        with pytest.raises(ValueError, match=r"'max_tokens', .* The nearest name is 'max_new_tokens'"):
+            fleet.generate(["alpha"], sampling_params={"temperature": 0, "max_tokens": 4})
+
+
 def test_all_samples_of_a_prompt_come_back_through_the_url(url: str) -> None:
     params = {"temperature": 0, "max_new_tokens": 4}
     with connect(url, timeout=60) as fleet:

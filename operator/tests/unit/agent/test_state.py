@@ -75,6 +75,13 @@ def test_the_status_says_that_sglang_refuses_updates_in_this_engine_process(requ
     assert s.status(other, name="e0", gate_open=False).updates_refused == ""
 
 
+def test_the_status_has_the_sampling_parameters_of_this_engine_process() -> None:
+    reported = run(ev.restore_state(s.EngineRecord()), ev.EngineIdentified(facts()), ev.PluginChecked("a", "", sampling_params=("n",)))
+    assert s.status(reported, name="e0", gate_open=False).sampling_params == ["n"]
+    other = run(reported, ev.EngineDown("gone"), ev.EngineIdentified(facts("b")))
+    assert s.status(other, name="e0", gate_open=False).sampling_params == []
+
+
 def test_an_agent_that_does_not_require_the_plug_in_ignores_its_reports() -> None:
     assert s.gate_may_open(run(SERVING, ev.PluginChecked("a", "The plug-in has reported nothing.")))
 

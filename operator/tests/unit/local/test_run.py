@@ -38,6 +38,7 @@ from sglang_rollout.plugin.settings import SETTINGS_VARIABLE, dump_settings
 from sglang_rollout.proxy.address import Address
 from sglang_rollout.sglang.api import PauseMode
 from sglang_rollout.testing import StandIn
+from sglang_rollout.trainer import connect
 from tests.support.ports import free_port
 
 LINE = [sys.executable, "-m", "sglang_rollout.cli", "local"]
@@ -206,6 +207,20 @@ def test_an_engine_without_the_plug_in_is_refused_unless_it_is_accepted() -> Non
     # The proof of an engine that has ended says nothing about another engine at its port.
     with StandIn(port=proved.port, plugin=False) as engine:
         assert f"engine {engine.url} runs without the plug-in" in refused("--engine", engine.url, "--listen", f"127.0.0.1:{free_port()}")
+
+
+def test_the_client_refuses_a_sampling_parameter_that_one_engine_does_not_take() -> None:
+    with StandIn() as new, StandIn(sessions=False) as old, running("--engine", new.url, "--engine", old.url) as url:
+        until(lambda: fleet_document(url)["serving"] == 2, 30, "both engines serve")
+        names = fleet_document(url)["sampling_params"]
+        assert {"max_new_tokens", "custom_params", "logit_bias"} < set(names)
+        assert "watermark" not in names, "SGLang 0.5.20 does not have it"
+        with connect(url, timeout=30) as fleet:
+            assert fleet.generate(["a"], sampling_params={"max_new_tokens": 3})[0].output_ids
+            with pytest.raises(ValueError, match="The nearest name is 'max_new_tokens'"):
+                fleet.generate(["a"], sampling_params={"max_tokens": 3})
+            with pytest.raises(ValueError, match="'watermark'"):
+                fleet.generate(["a"], sampling_params={"watermark": {}})
 
 
 def test_versions_share_a_prefix_cache_only_if_the_fleet_and_its_engines_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

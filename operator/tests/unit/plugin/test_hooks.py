@@ -111,6 +111,20 @@ def test_a_failed_report_does_not_fail_the_load(folder: Path) -> None:
     assert (found.seen, found.file, found.unchecked) == (True, "", "the list of tensors could not be written")
 
 
+def test_sampling_parameters_are_those_of_the_class_without_what_sglang_sets_itself() -> None:
+    class SamplingParams:
+        def __init__(self, *, max_new_tokens: int = 128, watermark: object = None, stop_strs: object = None) -> None: ...
+
+    class Anything:
+        def __init__(self, **fields: object) -> None: ...
+
+    def listed(kind: object) -> tuple[str, ...]:
+        return requests.list_sampling_params(SimpleNamespace(sampling_params_class=kind))
+
+    assert listed(SamplingParams) == ("max_new_tokens", "watermark")
+    assert (listed(Anything), listed(5), requests.list_sampling_params(SimpleNamespace())) == ((), (), ())
+
+
 def test_a_hook_that_fails_refuses_the_request(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"^unreadable_body: the check of this request failed"):
         requests.check_request(SimpleNamespace(), SimpleNamespace())

@@ -77,6 +77,14 @@ def test_the_reason_of_any_scheduler_says_that_updates_are_refused(tmp_path: Pat
     assert write(tmp_path, s_0_0_1=scheduler(1, updates_refused="a\nb")).problems != ()
 
 
+def test_sampling_parameters_are_those_that_the_process_of_requests_lists(tmp_path: Path) -> None:
+    assert write(tmp_path, s_0_0_0=scheduler()).sampling_params == ()
+    assert write(tmp_path, requests=REQUESTS).sampling_params == (), "a plug-in of an earlier release lists none"
+    assert write(tmp_path, requests={**REQUESTS, "sampling_params": ["n", "top_k"]}).sampling_params == ("n", "top_k")
+    for wrong in ("n", [5], ["a\nb"], ["x" * 2000], ["n"] * 2000):
+        assert write(tmp_path, requests={**REQUESTS, "sampling_params": wrong}).problems != ()
+
+
 def test_reports_of_another_run_prove_nothing(tmp_path: Path) -> None:
     assert write(tmp_path, requests=REQUESTS, s_0_0_0=scheduler()).missing(1) is None
     assert read_reports(tmp_path, "run-2").missing(1) is not None

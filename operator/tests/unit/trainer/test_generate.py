@@ -8,7 +8,7 @@ import pytest
 
 from sglang_rollout.testing import StandIn
 from sglang_rollout.trainer import FleetError, FleetRefused, FleetUnreachable, GenerateFailed, VersionSpan, connect
-from tests.unit.trainer.support.scripted_fleet import FakeFleet, Reply, Script
+from tests.unit.trainer.support.scripted_fleet import FakeFleet, Reply, Script, document
 
 
 def reply(text: str, **meta: object) -> dict[str, object]:
@@ -34,6 +34,36 @@ def test_at_the_url_for_data_paths_generation_needs_no_control_path(fake: FakeFl
     with connect(fake.url, timeout=5) as fleet:
         assert [sample.text for sample in fleet.generate(["p"])] == ["x"]
     assert set(fake.counts) == {"/fleet/health", "/health", "/generate"}
+
+
+def test_a_name_that_no_engine_takes_is_refused_before_anything_is_sent(fake: FakeFleet) -> None:
+    fake.replies["/fleet"] = (200, document(sampling_params=["max_new_tokens", "min_new_tokens", "sampling_seed", "temperature"]))
+    fake.replies["/generate"] = (200, reply("x"))
+    with connect(fake.url, timeout=5) as fleet:
+        with pytest.raises(
+            ValueError, match=r"^sampling_params has 'max_tokens'.* The nearest name is 'max_new_tokens'; .*Nothing was sent\."
+        ):
+            fleet.generate(["p"], sampling_params={"temperature": 1, "max_tokens": 8})
+        with pytest.raises(ValueError, match=r"^sampling_params\[1\] has 'seed'.* The nearest name is 'sampling_seed'"):
+            fleet.generate(["p", "q"], sampling_params=[{"temperature": 1}, {"seed": 8}])
+        assert fake.counts["/generate"] == 0
+        asked = fake.counts["/fleet"]
+        for _ in range(3):
+            fleet.generate(["p"], sampling_params={"temperature": 1, "max_new_tokens": 8})
+        assert fake.counts["/fleet"] == asked, "names that are known cost no call"
+        fake.replies["/fleet"] = (200, document(sampling_params=["max_tokens"]))
+        fleet.generate(["p"], sampling_params={"max_tokens": 8})
+    assert fake.calls[-1][1]["sampling_params"] == {"max_tokens": 8}, "the engines of a newer release know it"
+
+
+@pytest.mark.parametrize("answer", [(200, document()), (404, {"success": False, "message": "no such path"}), (403, {"message": "no"})])
+def test_a_fleet_that_does_not_say_its_names_is_asked_once_and_gets_any_name(fake: FakeFleet, answer: Reply) -> None:
+    fake.replies["/fleet"] = answer
+    fake.replies["/generate"] = (200, reply("x"))
+    with connect(fake.url, timeout=5) as fleet:
+        for _ in range(3):
+            assert fleet.generate(["p"], sampling_params={"max_tokens": 8})[0].text == "x"
+    assert (fake.counts["/fleet"], fake.counts["/generate"]) == (1, 3)
 
 
 def test_prompts_are_sent_concurrently(fake: FakeFleet) -> None:
