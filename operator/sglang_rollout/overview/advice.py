@@ -55,7 +55,7 @@ ADVICE: Mapping[str, str] = {
         "install a network plugin that enforces NetworkPolicies, or set security.network: Open, which removes the policies."
     ),
     Reason.HOST_NETWORK: "restrict the ports of the nodes by other means, or set engine.network.hostNetwork: false.",
-    Reason.UPDATE_FAILED: "push again.",
+    Reason.UPDATE_FAILED: "push again; if the message says that the push lacks tensors, push with these tensors.",
     Reason.UPDATES_REFUSED: (
         "turn off what the message names, for example SGLANG_OPT_DEEPGEMM_HC_PRENORM=0 in the environment of the engine's container."
     ),

@@ -32,11 +32,18 @@ log = logging.getLogger(__name__)
 DEFAULT_BUCKET_BYTES = 256 << 20
 """Large enough that the cost per call is negligible, small enough that two buckets fit beside any model."""
 UPDATE = ControlCall.UPDATE_DISTRIBUTED.path
+MAX_ANNOUNCED_CHARACTERS = 6 << 20
+"""Characters of all names that a push announces, below the 8 MiB that the coordinator reads. A push with more announces none."""
 OTHER_SIDE_SECONDS = 5.0
 """How long to wait for the other side after one side of a bucket failed. The other side often has the clearer error."""
 COMMIT_POLL_SECONDS = 0.5
 ALREADY_COMMITTED = "Do not push this version again: it is committed, and the engines that lack it load it from their copies."
 """Advice if engines failed after the commit (transport Staged)."""
+_ADVICE = {
+    UpdateReason.TOO_FEW_ENGINES: ALREADY_COMMITTED,
+    UpdateReason.TENSORS_MISSING: "A push of the same tensors fails again.",
+}
+"""Advice for codes after which another push does not help."""
 R = TypeVar("R")
 Checksums = Mapping[int, Sequence[str]]
 """SGLang's ``per_gpu_checksum`` of each rank, by the tensor parallel size of an engine."""
@@ -154,7 +161,7 @@ class Push:
         first = self._timed("prepare", lambda: self._next_bucket(prepared))
         if first is None:
             raise prepare_failure(NoTensorError())
-        self._timed("begin", lambda: self._call("begin", ControlCall.BEGIN_UPDATE.path, {"weight_version": self._options.version}))
+        self._timed("begin", lambda: self._call("begin", ControlCall.BEGIN_UPDATE.path, self._begin_body(source)))
         self._timed("transfer", lambda: self._transfer(first, prepared))
         ended = self._timed("end", lambda: self._call("end", ControlCall.END_UPDATE.path, self._end_body()))
         self.fenced = read_fenced(ended)
@@ -201,6 +208,12 @@ class Push:
         body |= {} if self._options.check_model else {CHECK_MODEL_FIELD: False}
         # Label and cache flush belong to the last bucket: before it the engine is dirty.
         return body | {"weight_version": self._options.version} if bucket.last else body
+
+    def _begin_body(self, source: Source) -> dict[str, Any]:
+        """Return the label, and all names if they are known, so that the fleet refuses an incomplete push before it begins."""
+        names = [spec.name for spec in source.specs]
+        is_short = 0 < sum(len(name) + 4 for name in names) <= MAX_ANNOUNCED_CHARACTERS
+        return {"weight_version": self._options.version} | ({"names": names} if is_short else {})
 
     def _end_body(self) -> dict[str, Any]:
         checksums = {str(size): list(ranks) for size, ranks in self._options.checksums.items()}
@@ -252,11 +265,14 @@ def wait_for_commit(read: Callable[[], FleetDocument], update: str, seconds: flo
             reason = f"the version is staged, but was not committed within {seconds:g} s"
             raise PushFailed(phase="commit", reason=reason, advice="The fleet may still commit it: see GET /fleet before you push again.")
         time.sleep(min(COMMIT_POLL_SECONDS, deadline.remaining))
-    if last.reason is UpdateReason.TOO_FEW_ENGINES:
-        raise PushFailed(phase="commit", reason=last.message, advice=ALREADY_COMMITTED, code=last.reason)
-    if last.outcome not in (UpdateOutcome.COMMITTED, UpdateOutcome.PARTIAL):
-        advice = "Push again. The engines serve the previous version."
+    if last.reason is UpdateReason.TOO_FEW_ENGINES or last.outcome not in (UpdateOutcome.COMMITTED, UpdateOutcome.PARTIAL):
+        advice = find_advice(last.reason) or "Push again. The engines serve the previous version."
         raise PushFailed(phase="commit", reason=last.message, advice=advice, code=last.reason)
+
+
+def find_advice(code: str | None) -> str | None:
+    """Return what to do about a failure with this code; None if the caller knows it."""
+    return next((advice for reason, advice in _ADVICE.items() if reason == code), None)
 
 
 def prepare_failure(error: ValueError) -> PushFailed:
@@ -289,9 +305,9 @@ def push_failure(phase: str, error: BaseException, advice: str | None = None) ->
     if isinstance(error, PushFailed):
         return error
     if isinstance(error, FleetRefused):
-        advice = ALREADY_COMMITTED if error.fleet.get("reason") == UpdateReason.TOO_FEW_ENGINES else advice
         code = error.fleet.get("reason")
         known = code if isinstance(code, str) else None
+        advice = find_advice(known) or advice
         cause = error.fleet.get("cause")  # the message also says what is in this exception's other fields
         reason = cause if isinstance(cause, str) and cause else error.reason
         return PushFailed(phase=phase, reason=reason, engine=_blamed_engine(error.fleet), advice=advice, code=known)

@@ -81,6 +81,8 @@ class UpdateReason(StrEnum):
     """Tensors of the update are not in the engines' model, or have another shape there."""
     INCOMPLETE = "Incomplete"
     """An engine did not receive all tensors of the version."""
+    TENSORS_MISSING = "TensorsMissing"
+    """The push lacks tensors that the version needs, so that a push of the same tensors fails again."""
     VERIFICATION_FAILED = "VerificationFailed"
     """An engine holds other weights than the trainer or the other engines (`weights.verify`)."""
     UNEXPECTED_CALL = "UnexpectedCall"

@@ -109,10 +109,14 @@ def pause(body: Fields) -> Request:
 
 
 def begin(body: Fields) -> Begin:
-    """``/begin_weight_update``. ``weight_version`` is a field of this project here: a wrong label is refused before any tensor is sent."""
+    """``/begin_weight_update``.
+
+    ``weight_version`` and ``names`` are fields of this project here: a wrong label or too few tensors are refused before any is sent.
+    """
     _refuse(find_update_problem(body))
     label = _label(body.get("weight_version"), "weight_version")
-    return Begin({key: value for key, value in body.items() if key != "weight_version"}, label)
+    forwarded = {key: value for key, value in body.items() if key not in ("weight_version", "names")}
+    return Begin(forwarded, label, frozenset(body.get("names") or ()))
 
 
 def end(body: Fields) -> End:

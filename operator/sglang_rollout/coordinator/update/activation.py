@@ -177,8 +177,8 @@ async def _complete(fleet: Fleet, update: Update, staged: StagedUpdate) -> Answe
     note_held_weights(fleet, update, members)
     boots = {name: boot for name in members if (boot := fleet.boot(name)) is not None}
     lacking = await _find_missing(fleet, update, members)
-    if lacking:
-        return await fail_update(fleet, UpdateReason.INCOMPLETE, lacking)
+    if lacking is not None:
+        return await fail_update(fleet, *lacking)
     version = fleet.target()
     body = StoreSealRequest(update=staged.id, version=version).model_dump(mode="json")
     result = (await send(STORE_SEAL, {STORE: body}, fleet.policy.deadlines.update_seconds, idempotent=True))[STORE]
@@ -211,22 +211,22 @@ def _require_ready_members(fleet: Fleet) -> list[str]:
     return list(members)
 
 
-async def _find_missing(fleet: Fleet, update: Update, members: list[str]) -> str:
-    """Return what the version lacks, as a clause; empty if it is complete.
+async def _find_missing(fleet: Fleet, update: Update, members: list[str]) -> tuple[UpdateReason, str] | None:
+    """Return what the version lacks, as a code and a clause; None if it is complete.
 
     An engine that restarts loads the version over what ``model.path`` holds. So the version needs every tensor that any push of this run
     has announced.
     """
     sent = sent_tensors(update)
     if not sent:
-        return "no tensors had come when the update ended"
+        return UpdateReason.INCOMPLETE, "no tensors had come when the update ended"
     groups = missing_stages(fleet, update)
     if groups:
-        return describe_missing_stage(groups[0])
+        return UpdateReason.INCOMPLETE, describe_missing_stage(groups[0])
     rule = rule_of(fleet, update, await read_model(fleet))
     blank = any(update.held[name].blank for name in members)
     lacking = rule.find_lacking(Held(base=rule.opens_run, blank=blank))  # engines with other tensors restart, and load their copies then
-    return f"the version lacks {lacking}: {WAY_OUT_STAGED}" if lacking is not None else ""
+    return (UpdateReason.TENSORS_MISSING, f"the version lacks {lacking}: {WAY_OUT_STAGED}") if lacking is not None else None
 
 
 async def _copy(fleet: Fleet, update: Update, staged: StagedUpdate) -> Answer | None:

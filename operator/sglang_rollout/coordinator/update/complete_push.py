@@ -18,7 +18,7 @@ from sglang_rollout.coordinator.update.steps import ANSWER_MARGIN_SECONDS, PATIE
 from sglang_rollout.coordinator.update.tensor_names import TensorNames
 from sglang_rollout.wire.agent import CheckpointRequest
 from sglang_rollout.wire.ports import AGENT_CHECKPOINT, FLEET_RUN
-from sglang_rollout.wire.states import BASE, EngineState
+from sglang_rollout.wire.states import BASE, EngineState, Version
 
 WAY_OUT_STAGED = f"push all of them in one update, or open a run without them (POST {FLEET_RUN})"
 WAY_OUT = f"{WAY_OUT_STAGED}, or load a checkpoint with update_weights_from_disk"
@@ -94,13 +94,18 @@ def announced_tensors(body: Body) -> Tensors:
 
 def note_held_weights(fleet: Fleet, update: Update, names: Iterable[str]) -> None:
     """Note what engines hold before they join an update. From now on they may receive its tensors."""
-    doubt = fleet.weights.doubt
     for name in names:
-        engine, boot = fleet.engines[name], fleet.boot(name)
-        committed = fleet.committed is not None and engine.holds(fleet.committed)
-        update.held[name] = Held(committed, engine.holds(BASE), doubt.has(name, boot), engine.blank)
+        boot = fleet.boot(name)
+        update.held[name] = read_held(fleet, name)
         if boot is not None and update.staged is None:
-            doubt.begin(name, boot)
+            fleet.weights.doubt.begin(name, boot)
+
+
+def read_held(fleet: Fleet, name: str) -> Held:
+    """Return what an engine holds now."""
+    engine = fleet.engines[name]
+    committed = fleet.committed is not None and engine.holds(fleet.committed)
+    return Held(committed, engine.holds(BASE), fleet.weights.doubt.has(name, fleet.boot(name)), engine.blank)
 
 
 async def note_names(fleet: Fleet, names: Iterable[str]) -> bool:
@@ -129,12 +134,15 @@ def note_checked(update: Update, model: Model, tensors: Tensors) -> None:
 
 def rule_of(fleet: Fleet, update: Update, model: Model) -> Rule:
     """Return the rule for the engines of an update."""
+    return make_rule(fleet, TensorNames(sent_tensors(update)), model, from_base=starts_from_base(fleet, update))
+
+
+def make_rule(fleet: Fleet, sent: TensorNames, model: Model, *, from_base: bool) -> Rule:
+    """Return the rule for a push of these names. ``from_base``: a new run begins on engines that hold ``model.path``."""
     weights, before = fleet.weights, fleet.committed
-    committed = TensorNames() if starts_from_base(fleet, update) else weights.names
     at_base = before is None or before.is_base
-    return Rule(
-        TensorNames(sent_tensors(update)), committed, weights.doubt.names, model, starts_at_base=at_base, opens_run=weights.opens_run
-    )
+    committed = TensorNames() if from_base else weights.names
+    return Rule(sent, committed, weights.doubt.names, model, starts_at_base=at_base, opens_run=weights.opens_run)
 
 
 def find_unequal(update: Update) -> dict[str, str]:
@@ -163,7 +171,12 @@ def describe_lacking(fleet: Fleet, name: str, lacking: Lacking) -> str:
     if not lacking.is_committed:
         way_out = RESTARTING if fleet.engines[name].restarts else RESTART_IT
         return f"may hold tensors of another update, and lacks {lacking}. {way_out}"
-    return f"did not hold version {fleet.committed} before and lacks {lacking}: {WAY_OUT}"
+    return describe_fewer(fleet, lacking, WAY_OUT)
+
+
+def describe_fewer(fleet: Fleet, lacking: Lacking, way_out: str) -> str:
+    """Return why the names of a push do not make an engine complete, as a clause, and what to do."""
+    return f"did not hold version {fleet.committed} before and lacks {lacking}: {way_out}"
 
 
 def request_restarts(fleet: Fleet, names: Iterable[str]) -> None:
@@ -217,9 +230,18 @@ def starts_from_base(fleet: Fleet, update: Update) -> bool:
 
     While one engine still holds tensors of the run before, an update without these would be a mixture of both runs.
     """
+    return _opens_run(fleet, fleet.target()) and all(name in update.held and update.held[name].base for name in fleet.engines)
+
+
+def may_open_run(fleet: Fleet, label: str | None) -> bool:
+    """Return True if an update with this label begins a new run, or if a trainer that has given no label may do so later."""
+    named = label or fleet.transaction.label
+    return named is None or _opens_run(fleet, fleet.weights.next_version(named))
+
+
+def _opens_run(fleet: Fleet, version: Version) -> bool:
     before = fleet.committed
-    new = before is None or before.is_base or fleet.target().run > before.run
-    return new and all(name in update.held and update.held[name].base for name in fleet.engines)
+    return before is None or before.is_base or version.run > before.run
 
 
 def replace_names(fleet: Fleet, names: TensorNames, besides: Mapping[str, str]) -> None:

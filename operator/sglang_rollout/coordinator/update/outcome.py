@@ -317,10 +317,12 @@ def _way_out(fleet: Fleet, update: Update) -> str:
         changed = (
             f", and engines that loaded the new one ({', '.join(update.staged.called[:8])}) load it again" if update.staged.called else ""
         )
-        return f"{changed}, and no other engine has changed. Push again." if changed else ", and no engine has changed. Push again."
+        again = "" if update.reason is UpdateReason.TENSORS_MISSING else " Push again."
+        return f"{changed}, and no other engine has changed.{again}" if changed else f", and no engine has changed.{again}"
+    then = "push all tensors" if update.reason is UpdateReason.TENSORS_MISSING else "push again"
     return (
         f", and {', '.join(list(update.boots)[:8])} stay closed until a complete update."
-        f" Open a new process group with world_size={fleet.table.world_size} and push again."
+        f" Open a new process group with world_size={fleet.table.world_size} and {then}."
     )
 
 

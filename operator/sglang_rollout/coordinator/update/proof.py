@@ -60,7 +60,10 @@ async def drop_incomplete(fleet: Fleet, update: Update) -> None:
     proved = _find_proved(fleet, update, lacking, found)
     update.is_whole = any(update.held[name].base for name in proved)
     unproved = {name: what for name, what in lacking.items() if name not in proved}
-    update.drop({name: describe_lacking(fleet, name, what) for name, what in unproved.items()}, UpdateReason.INCOMPLETE)
+    described = {name: describe_lacking(fleet, name, what) for name, what in unproved.items()}
+    fewer = {name: described[name] for name, what in unproved.items() if what.is_committed}
+    update.drop(fewer, UpdateReason.TENSORS_MISSING)
+    update.drop(described, UpdateReason.INCOMPLETE)
     request_restarts(fleet, [name for name, what in unproved.items() if not what.is_committed])
 
 

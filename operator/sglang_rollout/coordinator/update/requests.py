@@ -63,6 +63,8 @@ class Begin:
     body: Body = field(default_factory=dict)
     label: str | None = None
     """The trainer's label of the version. Tensors and ``/update_weight_version`` may name it later."""
+    names: frozenset[str] = frozenset()
+    """Every tensor of the push, if the trainer announces them; empty: it does not."""
 
 
 @dataclass(frozen=True)

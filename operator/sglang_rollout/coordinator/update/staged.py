@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from sglang_rollout.coordinator.update.activation import commit_staged, staged_part
+from sglang_rollout.coordinator.update.announced import refuse_fewer_in_version
 from sglang_rollout.coordinator.update.complete_push import Tensors, announced_names, describe_misfits, note_checked, read_model
 from sglang_rollout.coordinator.update.loading import finish_roll
 from sglang_rollout.coordinator.update.membership import refuse_asleep, require_store
@@ -71,6 +72,8 @@ def refuse_further_push(fleet: Fleet, request: Request, caller: str, waiting: It
 async def begin(fleet: Fleet, ask: Begin) -> Answer:
     """Open an update for a trainer with a session. Its tensors come through the open process groups."""
     live_members(fleet)
+    if ask.names:
+        await refuse_fewer_in_version(fleet, ask.names, ask.label)
     staged = await _open_update(fleet, ask.label or fleet.transaction.label, trainer_session=True)
     return Answer(200, "Success", {**fleet.advice(), "version": str(fleet.target()), "update": staged.id})
 
@@ -164,9 +167,11 @@ async def check_upload(fleet: Fleet, ask: Upload) -> int:
     repeated = find_repeated(ask.shards)
     if repeated:
         raise RefusedError(f"The tensor {repeated} comes twice. Nothing was uploaded.")
-    problem = describe_misfits(await read_model(fleet), _tensors_of(ask.shards))
+    tensors = _tensors_of(ask.shards)
+    problem = describe_misfits(await read_model(fleet), tensors)
     if problem and ask.check_model:
         raise RefusedError(f"{problem} Nothing was uploaded.")
+    await refuse_fewer_in_version(fleet, [name for name, _ in tensors], ask.label)
     return size
 
 

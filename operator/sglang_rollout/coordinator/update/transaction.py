@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from sglang_rollout.api.weights_spec import TrainerPause
+from sglang_rollout.coordinator.update.announced import refuse_fewer_at_engines
 from sglang_rollout.coordinator.update.commit import commit_open_update
 from sglang_rollout.coordinator.update.complete_push import note_held_weights
 from sglang_rollout.coordinator.update.events import Result
@@ -196,7 +197,10 @@ def _is_upload(update: OpenUpdate) -> bool:
 
 async def begin(fleet: Fleet, ask: Begin) -> Answer:
     """Open a session on every member of the open process groups. These engines are dirty until a complete update."""
-    failed = await open_sessions(fleet, live_members(fleet), ask.body, trainer_session=True)
+    members = live_members(fleet)
+    if ask.names:
+        await refuse_fewer_at_engines(fleet, ask.names, ask.label, members)
+    failed = await open_sessions(fleet, members, ask.body, trainer_session=True)
     if failed is None:
         update = fleet.require_update()
         update.label = ask.label or update.label

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from sglang_rollout.coordinator.update import requests as rq
 from sglang_rollout.coordinator.update.events import Send
 from sglang_rollout.coordinator.update.requests import Answer
@@ -77,6 +79,54 @@ def test_if_all_must_commit_the_update_fails_with_that_message_and_a_complete_on
     assert update(world, "2", "u", "w").status == 400, "both hold a part of the update that failed"
     assert update(world, "2", *NAMES).success
     assert open_gates(world) == [True, True]
+
+
+def announce(world: World, label: str, *names: str) -> Answer:
+    """Begin a push whose trainer announces all names. Returns the answer to the begin."""
+    assert world.do(rq.OpenGroup(group_body(world, f"g-{world.calls}"))).success
+    return world.do(rq.Begin(label=label, names=frozenset(names)))
+
+
+@pytest.mark.parametrize("restarted", [("e1",), ("e0", "e1")])
+@pytest.mark.parametrize("readable", [True, False], ids=["listed", "unchecked"])
+def test_a_push_that_announces_too_few_tensors_is_refused_before_any_engine_is_called(restarted: tuple[str, ...], readable: bool) -> None:
+    world = served()
+    for agent in world.agents.values():
+        agent.readable = readable
+    world.machine.fleet.membership.model = None
+    for name in restarted:
+        restart(world, name)
+    gates, before = open_gates(world), len(world.sent)
+    answer = announce(world, "2", "w")
+    called = {send.path for send in world.sent[before:]} & {ControlCall.PAUSE.path, ControlCall.BEGIN_UPDATE.path}
+    if not readable and len(restarted) == 1:
+        assert answer.success, "only checksums can tell what the restarted engine lacks"
+        return
+    assert (answer.status, answer.fleet["reason"], answer.fleet["engine"]) == (400, "TensorsMissing", restarted[0])
+    assert "lacks 2 of 3 tensors of a complete push, the first is u: push all of them in one update" in answer.message
+    assert "Nothing was sent." in answer.message
+    assert "Nothing was sent." in answer.fleet["cause"], "the client shows it"
+    assert (called, open_gates(world)) == (set(), gates), "the engines that serve continue to serve"
+    assert announce(world, "2", *NAMES).success
+
+
+def test_a_push_may_announce_some_tensors_if_enough_engines_are_complete_with_them() -> None:
+    assert announce(served(), "2", "w").success, "both engines held the version"
+    world = served(min_committed=1)
+    restart(world, "e1")
+    assert announce(world, "2", "w").success, "e0 is enough"
+    restart(world, "e0")
+    assert not announce(world, "2", "w").success
+
+
+def test_a_push_may_announce_some_tensors_if_restarts_make_it_complete() -> None:
+    world = served()
+    assert world.do(rq.NewRun()).success
+    assert announce(world, "1", "w").success, "engines that hold more restart when the update ends"
+    world = served()
+    for name in world.agents:
+        restart(world, name)
+    assert announce(world, "1", "w").success, "a lower label opens a run, and all engines hold model.path"
 
 
 def test_a_fleet_of_one_that_restarted_is_not_complete_with_a_part() -> None:

@@ -153,7 +153,8 @@ def test_an_incomplete_push_is_refused() -> None:
     part = {"names": ["w"], "dtypes": ["bfloat16"], "shapes": [[2]]}
     assert world.do(rq.Update("g", "2", part)).success
     answer = world.do(rq.End())
-    assert (last(world).reason, "2 of 3 tensors of a complete push" in answer.message) == (UpdateReason.INCOMPLETE, True)
+    assert (last(world).reason, "2 of 3 tensors of a complete push" in answer.message) == (UpdateReason.TENSORS_MISSING, True)
+    assert "Push again" not in answer.message, "a push of the same tensors fails again"
     assert serves(world, "1/1")
 
 

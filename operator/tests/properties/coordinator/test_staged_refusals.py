@@ -20,20 +20,36 @@ def test_an_upload_without_all_pieces_stays_open() -> None:
     assert world.do(rq.CommitUpload(update)).success
 
 
-def test_the_refusal_of_an_upload_that_lacks_known_tensors_names_no_call_that_the_fleet_refuses() -> None:
-    """The fleet refuses update_weights_from_disk."""
+@pytest.mark.parametrize("readable", [True, False], ids=["listed", "unchecked"])
+@pytest.mark.parametrize("by_group", [True, False], ids=["group", "upload"])
+def test_a_push_that_lacks_known_tensors_is_refused_before_a_byte_moves(readable: bool, by_group: bool) -> None:
+    """The refusal names no call that the fleet refuses, as it does update_weights_from_disk."""
     world = StagedWorld(2)
     assert world.push("1").success
     world.settle()
     for agent in world.agents.values():
+        agent.readable = readable
+    opened = len([send for send in world.sent if send.path == STORE_OPEN])
+    answer = world.do(rq.Begin(label="2", names=frozenset(NAMES[:1]))) if by_group else world.open_upload("2", names=NAMES[:1])
+    assert (answer.status, answer.fleet["reason"]) == (400, "TensorsMissing")
+    assert "The version lacks 2 of 3 tensors of a complete push" in answer.message
+    assert "push all of them in one update, or open a run without them (POST /fleet/run). Nothing was sent." in answer.message
+    assert len([send for send in world.sent if send.path == STORE_OPEN]) == opened
+    assert serves(world, "1/1")
+    assert world.do(rq.NewRun()).success
+    assert world.open_upload("1", names=NAMES[:1]).success, "a new run may have fewer tensors"
+
+
+def test_fewer_tensors_may_begin_a_run_on_engines_that_have_all_restarted() -> None:
+    world = StagedWorld(2)
+    for agent in world.agents.values():
         agent.readable = False
-    some = NAMES[:1]
-    update = world.open_upload("2", names=some).fleet["update"]
-    world.fill_upload(update, names=some)
-    answer = world.do(rq.CommitUpload(update))
-    assert not answer.success
-    assert "tensors of a complete push" in answer.message
-    assert "push all of them in one update, or open a run without them (POST /fleet/run) (phase stage)" in answer.message
+    assert world.push("5").success
+    assert not world.open_upload("1", names=NAMES[:1]).success, "an engine that holds version 5 would keep its other tensors"
+    for agent in world.agents.values():
+        agent.up = False
+    world.settle()
+    assert world.open_upload("1", names=NAMES[:1]).success, "no engine is up, and those that start hold model.path"
 
 
 def test_an_upload_that_does_not_fit_is_refused_before_a_byte_moves() -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from sglang_rollout.coordinator.http import dialects
 from sglang_rollout.coordinator.update.requests import (
     Answer,
+    Begin,
     CloseGroup,
     Continue,
     End,
@@ -27,6 +28,15 @@ from sglang_rollout.coordinator.update.requests import (
 from sglang_rollout.wire.reasons import RefusedError, reason_phrase
 
 TENSORS: dict[str, Any] = {"names": ["a", "b"], "dtypes": ["bfloat16", "torch.float32"], "shapes": [[1], [2, 3]]}
+
+
+def test_the_label_and_the_announced_names_of_a_begin_go_to_no_engine() -> None:
+    body = {"weight_version": 7, "names": ["a", "b"], "selector": "target"}
+    assert dialects.begin(body) == Begin({"selector": "target"}, "7", frozenset("ab"))
+    assert dialects.begin({}) == Begin()
+    for wrong in ("a", [""], [5], {"a": 1}):
+        with pytest.raises(RefusedError, match="names"):
+            dialects.begin({"names": wrong})
 
 
 @pytest.mark.parametrize("data", [b"", b"  \n", b"null", b"{}"])

@@ -105,7 +105,7 @@ SCENES: dict[str, Scene] = {
         ),
         (
             "Problem   UpdateFailed: The last weight update (to step-13) ended Failed: the trainer is gone.",
-            "  To do   push again.",
+            "  To do   push again; if the message says that the push lacks tensors, push with these tensors.",
             "Note      WeightsDiverged: Engine demo-engine-1: it holds part of an unfinished weight update",
             "Note      These engines may hold tensors of another update, and their agents restart them: demo-engine-1.",
             "  To do   push again when they have restarted.",

@@ -70,6 +70,20 @@ def run(fake: FakeFleet, group: FakeGroup, names: str = "abc", timeout: float = 
     return push
 
 
+def test_a_push_announces_its_names_and_sends_nothing_if_the_fleet_refuses_them(willing: FakeFleet) -> None:
+    cause = "engine e1 did not hold version 1/1 before and lacks 1 of 3 tensors of a complete push, the first is c: push all of them"
+    details = {"reason": "TensorsMissing", "engine": "e1", "cause": cause}
+    willing.replies["/begin_weight_update"] = (400, {"success": False, "message": f"{cause}. Nothing was sent.", "fleet": details})
+    source, group = Source({name: Tensor((1,)) for name in "ab"}), FakeGroup()
+    source.check(8)
+    with pytest.raises(PushFailed, match=r"the first is c: push all of them\. A push of the same tensors fails again\.") as failed:
+        Push(Http(willing.url), group, PushOptions("7", bucket_bytes=8, timeout=10.0)).run(source)
+    assert (failed.value.phase, failed.value.code, failed.value.is_retryable) == ("begin", "TensorsMissing", False)
+    assert "Push again" not in str(failed.value)
+    assert willing.calls == [("/begin_weight_update", {"weight_version": "7", "names": ["a", "b"]})]
+    assert group.sent == []
+
+
 def test_the_calls_of_a_push(willing: FakeFleet) -> None:
     group = FakeGroup()
     push = run(willing, group)
@@ -114,6 +128,12 @@ def test_a_staged_push_waits_for_the_end_of_its_update(fake: FakeFleet, monkeypa
     ("outcome", "fields", "said", "advice"),
     [
         ("Failed", {"message": "too few engines were up"}, "too few engines", "Push again"),
+        (
+            "Failed",
+            {"message": "the version lacks 1 of 3 tensors", "reason": "TensorsMissing"},
+            "lacks 1 of 3",
+            "the same tensors fails again",
+        ),
         ("Partial", {"message": "only 1 of 3 engines", "reason": "TooFewEngines"}, "only 1 of 3", "Do not push this version again"),
     ],
 )

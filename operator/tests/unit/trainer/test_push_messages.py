@@ -31,6 +31,14 @@ def test_a_message_of_the_fleet_with_an_advice_is_followed_by_no_second_one(reas
     assert str(push_failure("end", FleetRefused("/fleet/updates", 409, reason), advice)).count("Push again") == 1
 
 
+@pytest.mark.parametrize("advice", [UNCHANGED, None])
+def test_a_push_that_lacks_tensors_is_not_to_be_repeated(advice: str | None) -> None:
+    details = {"cause": "the version lacks 1 of 3 tensors, the first is c: push all of them", "reason": "TensorsMissing"}
+    text = str(push_failure("begin", FleetRefused("/fleet/updates", 400, "It lacks tensors.", details), advice))
+    assert text.endswith("the first is c: push all of them. A push of the same tensors fails again.")
+    assert "push again" not in text.lower()
+
+
 def test_other_advice_stays() -> None:
     assert str(PushFailed(phase="commit", reason="It failed. Push again.", advice="Look at GET /fleet.")).count("Push again.") == 1
 
