@@ -5,6 +5,7 @@ From the parsers of SGLang 0.5.23 and smg 1.13.0. A flag of no family is new or 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Annotated
@@ -196,28 +197,32 @@ def rules_of_families(where: str, families: Iterable[Family], owned: Iterable[st
     """
     known = [flag for family in families for flag in family.flags]
     refused = [_refusal(where, family) for family in families if family.risk]
-    message = (
-        f"{where}.args has a flag of no family that this release knows, or an abbreviated flag. Write it in full; if the fleet's engines"
-        f" may change as its help says, name it in {where}.acceptFlags, too."
+    what = (
+        f"of no family that this release knows, or an abbreviated flag. Write it in full; if the fleet's engines may change as its help"
+        f" says, name it in {where}.acceptFlags, too."
     )
-    return [*refused, _rule(where, f"{_one_of('a', known)} || a.split('=')[0] in {list(owned)}", message)]
+    return [*refused, _rule(where, f"!{_begins(known)} && !(a.split('=')[0] in {list(owned)})", what)]
 
 
 def _refusal(where: str, family: Family) -> dict[str, str]:
-    message = (
-        f"{where}.args has a flag of the family '{family.subject}' ({', '.join(family.flags)}): {family.risk}. Leave it out, or name it in"
-        f" {where}.acceptFlags."
+    what = f"of the family '{family.subject}' ({', '.join(family.flags)}): {family.risk}. Leave it out, or name it in {where}.acceptFlags."
+    return _rule(where, _begins(family.flags), what)
+
+
+def _rule(where: str, is_refused: str, what: str) -> dict[str, str]:
+    """Return the rule that no flag is refused. Its message names the first refused flag, and continues with ``what``."""
+    refused = f"a.startsWith('--') && {is_refused} && !(has(self.acceptFlags) && a.split('=')[0] in self.acceptFlags)"
+    named = f"{json.dumps(f'{where}.args has ')} + a.split('=')[0] + {json.dumps(f', a flag {what}')}"
+    return rule(
+        f"!has(self.args) || !self.args.exists(a, {refused})",
+        f"{where}.args has a flag {what}",
+        field=".args",
+        message_expression=f"self.args.map(a, {refused}, {named})[0]",
     )
-    return _rule(where, f"!({_one_of('a', family.flags)})", message)
 
 
-def _rule(where: str, harmless: str, message: str) -> dict[str, str]:
-    accepted = "has(self.acceptFlags) && a.split('=')[0] in self.acceptFlags"
-    return rule(f"!has(self.args) || self.args.all(a, !a.startsWith('--') || {harmless} || ({accepted}))", message, field=".args")
-
-
-def _one_of(name: str, beginnings: Iterable[str]) -> str:
-    return " || ".join(f"{name}.startsWith('{beginning}')" for beginning in beginnings)
+def _begins(beginnings: Iterable[str]) -> str:
+    return f"{list(beginnings)}.exists(f, a.startsWith(f))"
 
 
 def family_rows(families: Iterable[Family]) -> Iterator[tuple[str, str, str]]:

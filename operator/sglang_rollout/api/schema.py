@@ -35,17 +35,20 @@ class ApiModel(BaseModel):
     )
 
 
-def rule(expression: str, message: str, *, field: str | None = None) -> dict[str, str]:
+def rule(expression: str, message: str, *, field: str | None = None, message_expression: str | None = None) -> dict[str, str]:
     """Return one CEL rule.
-
-    There is no ``messageExpression``, because the API server cannot bound the cost of joined strings and refuses the definition.
 
     Args:
         expression: The CEL expression.
         message: The sentence that a user reads.
         field: Path of the offending field in the object, such as ``.nodes``.
+        message_expression: The CEL expression of a sentence that quotes a value. If it fails, the user reads ``message``. The API
+            server refuses the definition if it cannot bound the length of a joined string: join within ``map`` over a list, whose
+            items have a limit.
     """
     content = {"rule": expression, "message": message}
+    if message_expression:
+        content["messageExpression"] = message_expression
     if field:
         content["fieldPath"] = field
     return content

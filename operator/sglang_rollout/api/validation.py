@@ -155,15 +155,26 @@ def _check_rules(value: Any, node: Schema, path: str, old: Any) -> Iterator[str]
         if "oldSelf" in rule["rule"] and old is None:
             continue
         if not _holds(rule["rule"], value, old):
-            yield f"{(path + rule.get('fieldPath', '')).lstrip('.') or 'spec'}: {rule['message']}"
+            yield f"{(path + rule.get('fieldPath', '')).lstrip('.') or 'spec'}: {_read_message(rule, value, old)}"
     for step, child, below in _walk(value, node):
         before = old.get(step.removeprefix(".")) if isinstance(old, dict) else None
         yield from _check_rules(child, below, f"{path}{step}", before)
 
 
 def _holds(rule: str, value: Any, old: Any) -> bool:
+    return bool(_evaluate(rule, value, old))
+
+
+def _read_message(rule: Mapping[str, str], value: Any, old: Any) -> str:
+    """Return the message of a violated rule, as the API server shows it."""
+    expression = rule.get("messageExpression")
+    found = _evaluate(expression, value, old) if expression else ""
+    return found if found and "\n" not in found else rule["message"]
+
+
+def _evaluate(expression: str, value: Any, old: Any) -> Any:
     names = {"self": value} if old is None else {"self": value, "oldSelf": old}
-    return bool(_compile(rule).execute(cel.Context(names, {"split": str.split})))
+    return _compile(expression).execute(cel.Context(names, {"split": str.split}))
 
 
 @cache

@@ -61,7 +61,7 @@ def test_every_list_has_a_limit(path: str) -> None:
 
 def test_definition_is_small() -> None:
     stored = json.dumps(crdgen.crd(), separators=(",", ":"))
-    assert len(stored) < 160_000, "kubectl apply keeps a copy in an annotation of at most 256 kB"
+    assert len(stored) < 180_000, "kubectl apply keeps a copy in an annotation of at most 256 kB"
 
 
 def test_union_is_refused() -> None:

@@ -58,6 +58,21 @@ def test_typing_errors_name_their_field(change: dict[str, Any], problem: str) ->
     assert find_problems(merged(cr(), change)) == [problem]
 
 
+@pytest.mark.parametrize(
+    ("part", "args", "problem"),
+    [
+        ("engine", ["--dtype", "auto", "--new-flag=7"], "engine.args has --new-flag, a flag of no family that this release knows"),
+        ("router", ["--tenant-header", "a"], "router.args has --tenant-header, a flag of the family 'credentials of smg'"),
+        ("engine", ["--tool-server=a", "--kv-events-config"], "engine.args has --tool-server, a flag of the family 'code from requests'"),
+        ("engine", ["--new\nflag"], "engine.args has a flag of no family that this release knows"),
+    ],
+)
+def test_the_refused_flag_is_named(part: str, args: list[str], problem: str) -> None:
+    rollout = cr()
+    rollout["spec"].setdefault(part, {})["args"] = args
+    assert any(found.startswith(f"spec.{part}.args: {problem}") for found in find_problems(rollout)), find_problems(rollout)
+
+
 def test_rules_about_changes_need_the_stored_object() -> None:
     stored = cr(mode="Standalone")
     changed = merged(stored, {"spec": {"mode": "Colocated"}})
