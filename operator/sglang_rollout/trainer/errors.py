@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 _TEMPORARY = frozenset({HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT})
 _PASSING_4XX = frozenset({HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_EARLY, HTTPStatus.TOO_MANY_REQUESTS})
 _RETRYABLE = frozenset({UpdateReason.ENGINE_FAILED, UpdateReason.ENGINE_LOST, UpdateReason.COORDINATOR_RESTARTED, UpdateReason.STORE_LOST})
-_PUSH_AGAIN = "Push again"
-"""Begins the advice of this library, and ends some messages of the fleet, which other trainers read."""
 NOTHING_SENT = "Nothing was sent, and the fleet is unchanged."
 
 
@@ -122,10 +120,7 @@ class PushFailed(FleetError):
     def __init__(self, *, phase: str, reason: str, engine: str | None = None, advice: str | None = None, code: str | None = None) -> None:
         where = f" on engine {engine}" if engine else ""
         advice = advice or "Push again: a push opens a new process group, and a complete push makes every fenced engine serve."
-        shown = end_sentence(reason)
-        if advice.startswith(_PUSH_AGAIN):
-            shown = shown.removesuffix(f"{_PUSH_AGAIN}.").rstrip()
-        super().__init__(f"The weight push failed in phase '{phase}'{where}: {f'{shown} {advice}'.strip()}")
+        super().__init__(f"The weight push failed in phase '{phase}'{where}: {end_sentence(reason)} {advice}")
         self.phase = phase
         """``group``, ``begin``, ``prepare``, ``transfer``, ``end`` or ``commit``."""
         self.engine = engine

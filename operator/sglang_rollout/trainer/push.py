@@ -308,7 +308,7 @@ def push_failure(phase: str, error: BaseException, advice: str | None = None) ->
         code = error.fleet.get("reason")
         known = code if isinstance(code, str) else None
         advice = find_advice(known) or advice
-        cause = error.fleet.get("cause")  # the message also says what is in this exception's other fields
+        cause = error.fleet.get("cause")  # the message also says the phase, and what to do
         reason = cause if isinstance(cause, str) and cause else error.reason
         return PushFailed(phase=phase, reason=reason, engine=_blamed_engine(error.fleet), advice=advice, code=known)
     return PushFailed(phase=phase, reason=str(error), advice=advice)

@@ -158,6 +158,11 @@ class FailedCommitRow(Message):
     calls: list[str]
     """Names of the requests that commit the update."""
     message: str
+    """The answer, with what to do."""
+    cause: str = ""
+    """Why the update failed, without what to do."""
+    reason: str = ""
+    """A value of ``UpdateReason``; empty: none."""
     author: str = ""
     """Caller whose update it is; empty: not known."""
     groups: list[str] = Field(default_factory=list)

@@ -151,7 +151,8 @@ async def _wait_for_engines(fleet: Fleet, update: Update, staged: StagedUpdate) 
     finally:
         staged.is_waiting = False
     if fleet.update is not update:
-        raise RefusedError(f"The update ended while its commit waited for engines{last_reason(fleet)}. Push again.", status=409)
+        cause = f"The update ended while its commit waited for engines{last_reason(fleet)}."
+        raise RefusedError(f"{cause} Push again.", status=409, fleet={"cause": cause})
     if staged.is_upload or _has_enough_members(fleet):
         return None
     why = f"too few engines were up for {limit:g} s (weights.deadlines.stageSeconds). {absent_sentence(fleet)}"
@@ -362,8 +363,11 @@ async def _finish(fleet: Fleet, update: Update, staged: StagedUpdate) -> Answer:
         message = ": ".join(filter(None, ["Success", "; ".join(filter(None, notes))]))
         message += f". {update.unchecked}" if update.unchecked else ""
         return Answer(200, message, particulars | ({FENCED: dropped} if dropped else {}))
-    message = _forward_message(version, loaded, waiting, dropped)
-    return Answer(500, message, {**particulars, FENCED: dropped, "reason": UpdateReason.TOO_FEW_ENGINES.value})
+    cause = _describe_too_few(version, loaded, waiting, dropped)
+    message = (
+        f"{cause} The fleet moves forward: the other engines load the version from their copies and serve again then. Do not push it again."
+    )
+    return Answer(500, message, {**particulars, FENCED: dropped, "reason": UpdateReason.TOO_FEW_ENGINES.value, "cause": cause})
 
 
 async def _open_gates(fleet: Fleet, loaded: list[str], *, keeps_pause: bool) -> Results:
@@ -377,10 +381,9 @@ async def _open_gates(fleet: Fleet, loaded: list[str], *, keeps_pause: bool) -> 
     return await sync_and_resume(fleet, dict.fromkeys([*(pause.engines if pause is not None else ()), *loaded]))
 
 
-def _forward_message(version: Version, loaded: list[str], waiting: list[str], dropped: Mapping[str, str]) -> str:
+def _describe_too_few(version: Version, loaded: list[str], waiting: list[str], dropped: Mapping[str, str]) -> str:
     stopped = f" More engines have failed than loaded it, so engines wait and serve an older version: {', '.join(waiting[:8])}."
     return (
         f"version {version} is committed, but only {len(loaded)} of {len(loaded) + len(waiting) + len(dropped)} engines have loaded it,"
-        f" fewer than weights.minCommitted asks for: {describe_dropped(dropped)}.{stopped if waiting else ''} The fleet moves forward: the"
-        " other engines load the version from their copies and serve again then. Do not push it again."
+        f" fewer than weights.minCommitted asks for: {describe_dropped(dropped)}.{stopped if waiting else ''}"
     )

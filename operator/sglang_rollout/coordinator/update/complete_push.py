@@ -22,8 +22,8 @@ from sglang_rollout.wire.states import BASE, EngineState, Version
 
 WAY_OUT_STAGED = f"push all of them in one update, or open a run without them (POST {FLEET_RUN})"
 WAY_OUT = f"{WAY_OUT_STAGED}, or load a checkpoint with update_weights_from_disk"
-RESTARTING = "The engine restarts now, so that nothing of an earlier update is left in it: push again"
-RESTART_IT = "Restart the engine, which its agent cannot do here, so that nothing of an earlier update is left in it, and push again"
+RESTARTING = "The engine restarts now, so that nothing of an earlier update is left in it"
+RESTART_IT = "Restart the engine, which its agent cannot do here, so that nothing of an earlier update is left in it"
 Tensors = Collection[tuple[str, Collection[int] | None]]
 """Names and shapes; a shape that is not known is None."""
 MAX_NAMED = 8

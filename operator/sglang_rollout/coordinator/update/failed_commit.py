@@ -12,7 +12,7 @@ from typing import get_args
 from sglang_rollout.coordinator.update import requests as rq
 from sglang_rollout.coordinator.update.interruption import Cause, Interruption
 from sglang_rollout.coordinator.update.phases import FailedCommit, Transaction, Update
-from sglang_rollout.wire.record import FailedCommitRow
+from sglang_rollout.wire.record import FailedCommitRow, UpdateReason
 
 RESTARTED = "the coordinator was restarted in the middle of the update"
 
@@ -52,17 +52,21 @@ def make_row(failed: FailedCommit | None, update: Update | None, pause: Interrup
     The failure of an open update is that of a coordinator that ends now.
     """
     if update is not None:
-        failed = describe_failed_update(update, pause, rq.Answer(400, f"{RESTARTED}, and the update was given up. Push again."))
+        cause = f"{RESTARTED}, and the update was given up."
+        details = {"cause": cause, "reason": UpdateReason.COORDINATOR_RESTARTED.value}
+        failed = describe_failed_update(update, pause, rq.Answer(400, f"{cause} Push again.", details))
     if failed is None or failed.upload:
         return None
     calls, groups = sorted(call.__name__ for call in failed.calls), sorted(failed.groups)
-    return FailedCommitRow(calls=calls, message=failed.answer.message, author=failed.author, groups=groups)
+    cause, reason = (str(failed.answer.fleet.get(key, "")) for key in ("cause", "reason"))
+    return FailedCommitRow(calls=calls, message=failed.answer.message, cause=cause, reason=reason, author=failed.author, groups=groups)
 
 
 def read_row(row: FailedCommitRow) -> FailedCommit:
     """Return the failure that a record has."""
     calls = frozenset(call for call in get_args(rq.Call) if call.__name__ in row.calls)
-    return FailedCommit(calls, rq.Answer(400, row.message), row.author, groups=frozenset(row.groups))
+    details = {key: text for key, text in (("cause", row.cause), ("reason", row.reason)) if text}
+    return FailedCommit(calls, rq.Answer(400, row.message, details), row.author, groups=frozenset(row.groups))
 
 
 def find_repeated_failure(transaction: Transaction, call: rq.Call, caller: str, committed: str | None) -> rq.Answer | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sglang_rollout.coordinator.update import requests as rq
+from sglang_rollout.wire.record import UpdateReason
 from sglang_rollout.wire.states import Version
 from tests.properties.coordinator.test_partial_commit import COMMITS, ready, until_answered
 from tests.properties.support.coordinator_world import World, group_body
@@ -23,8 +24,8 @@ def failed(commit: str) -> tuple[World, rq.Answer]:
     return world, answer
 
 
-def heard(answer: rq.Answer) -> tuple[int, object, str]:
-    return answer.status, answer.code, answer.message
+def heard(answer: rq.Answer) -> tuple[object, ...]:
+    return answer.status, answer.code, answer.message, answer.fleet["cause"], answer.fleet.get("reason")
 
 
 @pytest.mark.parametrize("commit", COMMITS)
@@ -115,6 +116,7 @@ def test_a_commit_is_no_success_after_the_coordinator_was_restarted_in_the_updat
     first, second = world.do(COMMITS[commit]), world.do(COMMITS[commit])
     assert not first.success
     assert "the coordinator was restarted in the middle of the update" in first.message
+    assert first.fleet["reason"] == UpdateReason.COORDINATOR_RESTARTED, "the client then repeats its push"
     assert heard(first) == heard(second)
     assert world.machine.fleet.committed == BASE
 

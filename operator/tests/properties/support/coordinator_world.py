@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
@@ -144,6 +145,7 @@ class World:
                 case Reply(call, answer):
                     assert call not in self.answers, "answered twice"
                     self.answers[call] = answer
+                    check_advice(answer)
         committed = self.machine.fleet.committed
         if committed is not None and self.has_old_record:
             self.has_old_record = False
@@ -346,3 +348,11 @@ def push(world: World, label: str | None, names: tuple[str, ...] = ("w",)) -> Ve
     assert world.do(rq.Update("g", label, {"names": list(names)})).success
     assert world.do(rq.End()).success
     return world.machine.fleet.committed
+
+
+def check_advice(answer: Answer) -> None:
+    """Check that an answer says once to push again, and that its cause, to which clients add an advice of their own, does not."""
+    said = len(re.findall(r"push (?:it )?again", answer.message, re.IGNORECASE))
+    assert said <= 1, answer.message
+    if said:
+        assert not re.search(r"push (?:it )?again", answer.fleet["cause"], re.IGNORECASE), answer.fleet["cause"]

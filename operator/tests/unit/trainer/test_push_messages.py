@@ -25,10 +25,12 @@ def test_a_failure_names_its_phase_and_its_advice_once() -> None:
     assert "did not take the tensors: no memory." in text
 
 
-@pytest.mark.parametrize("reason", ["The update ended while its commit waited for engines. Push again.", "it ended", "Push again."])
+@pytest.mark.parametrize(("message", "cause"), [("It ended. Push again.", "It ended."), ("It ended", None)])
 @pytest.mark.parametrize("advice", [UNCHANGED, None])
-def test_a_message_of_the_fleet_with_an_advice_is_followed_by_no_second_one(reason: str, advice: str | None) -> None:
-    assert str(push_failure("end", FleetRefused("/fleet/updates", 409, reason), advice)).count("Push again") == 1
+def test_a_message_of_the_fleet_with_an_advice_is_followed_by_no_second_one(message: str, cause: str | None, advice: str | None) -> None:
+    text = str(push_failure("end", FleetRefused("/fleet/updates", 409, message, {"cause": cause} if cause else {}), advice))
+    assert text.startswith("The weight push failed in phase 'end': It ended. Push again")
+    assert text.count("Push again") == 1
 
 
 @pytest.mark.parametrize("advice", [UNCHANGED, None])
@@ -39,8 +41,17 @@ def test_a_push_that_lacks_tensors_is_not_to_be_repeated(advice: str | None) -> 
     assert "push again" not in text.lower()
 
 
-def test_other_advice_stays() -> None:
-    assert str(PushFailed(phase="commit", reason="It failed. Push again.", advice="Look at GET /fleet.")).count("Push again.") == 1
+def test_a_committed_version_gets_its_own_advice_once() -> None:
+    message = "version 3 is committed, but only 1 of 3 engines have loaded it. The fleet moves forward. Do not push it again."
+    details = {"cause": "version 3 is committed, but only 1 of 3 engines have loaded it.", "reason": "TooFewEngines"}
+    text = str(push_failure("end", FleetRefused("/end_weight_update", 500, message, details)))
+    assert text.lower().count("again") == 1
+    assert "Do not push this version again" in text
+
+
+def test_the_reason_of_a_failure_is_quoted_unchanged() -> None:
+    """The client adds its advice, and never edits the fleet's sentence."""
+    assert "It said: Push again. Push again: a push opens" in str(PushFailed(phase="end", reason="It said: Push again."))
 
 
 class Model:
