@@ -186,6 +186,12 @@ def end_sentence(text: str) -> str:
     return stripped if stripped.endswith((".", "!", "?")) else f"{stripped}."
 
 
+def begin_sentence(text: str) -> str:
+    """Return ``text`` with a capital letter, unless it begins with a name such as ``demo-engine-0`` or ``spec.replicas``."""
+    first = text.partition(" ")[0]
+    return text[:1].upper() + text[1:] if first.isalpha() else text
+
+
 def reason_phrase(message: str) -> str:
     """Return a message as one short line of Latin-1 for the status line, which clients print while they drop the body."""
     line = " ".join(message.split()).encode("latin-1", "replace").decode("latin-1")

@@ -12,7 +12,7 @@ from sglang_rollout.controller.decide.pods import Pod, TroubleKind
 from sglang_rollout.controller.decide.prerequisites import explain_missing_node
 from sglang_rollout.controller.decide.view import EngineView, FleetView
 from sglang_rollout.wire.ports import GATE_PORT
-from sglang_rollout.wire.reasons import GateReason, end_sentence
+from sglang_rollout.wire.reasons import GateReason, begin_sentence, end_sentence
 from sglang_rollout.wire.record import EngineRow
 from sglang_rollout.wire.states import BASE_LABEL, EngineState, FleetState, Version
 
@@ -181,7 +181,7 @@ def _judge_several_pods(fleet: FleetView, engine: EngineView) -> Verdict:
     if not away:
         return _judge_gate(fleet, engine)
     pod, verdict = min(away, key=lambda found: (_WORST_FIRST.index(found[1].phase), _follows_other_pod(found[0])))
-    message = f"{verdict.message} {report}".rstrip() if verdict.phase is EnginePhase.STARTING else verdict.message
+    message = f"{verdict.message} {begin_sentence(report)}".rstrip() if verdict.phase is EnginePhase.STARTING else verdict.message
     return Verdict(verdict.phase, verdict.reason, f"{pod.label}: {message}")
 
 
@@ -263,7 +263,8 @@ def _has_loaded_early(fleet: FleetView, row: EngineRow) -> bool:
 
 def _judge_weights(fleet: FleetView, engine: EngineView, row: EngineRow) -> Verdict:
     """Return the verdict on an engine whose weights keep its gate closed."""
-    report = f" {end_sentence(row.message)}" if row.message else ""
+    repeats = row.state is EngineState.DIRTY and row.reason is GateReason.DIRTY
+    report = f" {end_sentence(begin_sentence(row.message))}" if row.message and not repeats else ""
     if row.state is EngineState.DIRTY:
         message = f"it holds part of an unfinished weight update and waits for a complete one.{report}"
         return Verdict(EnginePhase.WAITING, Reason.WEIGHTS_DIVERGED, message)

@@ -14,7 +14,7 @@ from sglang_rollout.coordinator.callers.pods import normalize_address
 from sglang_rollout.coordinator.http.app import PARTS, Parts, refusal_response, refuse
 from sglang_rollout.coordinator.http.dialects import parse, weights_by_name
 from sglang_rollout.coordinator.update import adapters as lora
-from sglang_rollout.coordinator.update.membership import why_incomplete
+from sglang_rollout.coordinator.update.membership import describe_none_up, why_incomplete
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.snapshots import why_lost
 from sglang_rollout.sglang.api import MODEL_INFO, MODELS, SERVER_INFO
@@ -195,7 +195,7 @@ async def get_tensors(request: web.Request) -> web.Response:
     """Return names and shapes of the engines' model, so that a trainer can compare before it pushes."""
     parts = request.app[PARTS]
     asked = CheckpointRequest(path="", names=True, deadline=TENSORS_DEADLINE_SECONDS)
-    reason = "no engine is up."
+    reason = describe_none_up(parts.machine.fleet)
     for name in parts.machine.fleet.up()[:1]:
         result = await parts.agents.call(name, AGENT_CHECKPOINT, asked.model_dump(mode="json"), TENSORS_DEADLINE_SECONDS + 5)
         if result.shapes is not None:
@@ -255,6 +255,8 @@ async def ready(request: web.Request) -> web.Response:
     fleet = parts.machine.fleet
     if fleet.why_not_generating:
         return refuse(503, fleet.why_not_generating)
+    if not fleet.engines:
+        return refuse(503, describe_none_up(fleet))
     if not any(engine.serving for engine in fleet.engines.values()):
         return refuse(503, "No engine serves now: none holds the committed weights. GET /fleet shows the state of each.")
     if not any(map(parts.is_served, fleet.engines)):
@@ -340,7 +342,9 @@ async def _loads(parts: Parts) -> list[dict[str, Any]]:
 async def _cached_info(parts: Parts, path: str) -> dict[str, Any]:
     info = await parts.infos.first(parts.machine, path)
     if info is None:
-        raise RefusedError(f"No engine of this fleet has answered {path} yet. Try again.", status=503)
+        has_engines = bool(parts.machine.fleet.engines)
+        message = f"No engine of this fleet has answered {path} yet. Try again." if has_engines else describe_none_up(parts.machine.fleet)
+        raise RefusedError(message, status=503)
     return info
 
 

@@ -21,7 +21,7 @@ from sglang_rollout.coordinator.update.loading import (
     return_to_service,
     waiting_engines,
 )
-from sglang_rollout.coordinator.update.membership import absent_sentence, is_enough, required_engines
+from sglang_rollout.coordinator.update.membership import absent_sentence, describe_none_up, is_enough, required_engines
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.outcome import (
     FENCED,
@@ -200,7 +200,7 @@ def _require_ready_members(fleet: Fleet) -> list[str]:
     """Return the engines that can take the version. Raises RefusedError if they are too few, or if memory of one is released."""
     members = fleet.members()
     if not members:
-        raise RefusedError("No engine of this fleet is up, so none can load the version. The update stays open. Try again.", status=503)
+        raise RefusedError(describe_none_up(fleet, "none can load the version, and the update stays open"), status=503)
     least = required_engines(fleet.policy.min_committed, len(fleet.engines), len(members))
     if len(members) < least:
         up = f"{len(members)} of {len(fleet.engines)} engines are up, and weights.minCommitted asks for {least}."

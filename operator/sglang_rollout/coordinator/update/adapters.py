@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from sglang_rollout.checkpoints.allowed import is_below
 from sglang_rollout.coordinator.update.engine import Engine
 from sglang_rollout.coordinator.update.events import Result
-from sglang_rollout.coordinator.update.membership import refuse_asleep
+from sglang_rollout.coordinator.update.membership import describe_none_up, refuse_asleep
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.named_folders import check_folder, read_adapters
 from sglang_rollout.coordinator.update.requests import Answer, Body, LoadAdapter, UnloadAdapter
@@ -213,7 +213,7 @@ def _refuse_name(fleet: Fleet, name: str, what: str) -> None:
             status=409,
         )
     if not fleet.up():
-        raise RefusedError("No engine of this fleet is up. Try again.", status=503)
+        raise RefusedError(describe_none_up(fleet), status=503)
 
 
 def _refuse_too_many(fleet: Fleet, adapter: Adapter) -> None:

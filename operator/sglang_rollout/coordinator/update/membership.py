@@ -24,7 +24,8 @@ UNCERTAIN_SECONDS = 10.0
 """An engine whose agent was heard less than this ago and does not answer now is not counted as gone yet."""
 
 
-NO_ENGINES = "This fleet has no engines: spec.replicas is 0, or spec.state is Suspended."
+NO_ENGINE_UP = "No engine of this fleet is up"
+_NO_ENGINES = "This fleet has no engines, because spec.replicas is 0 or spec.state is Suspended"
 NO_STORE = "The weight store does not answer (weights.transport: Staged), so no weights can be received."
 
 
@@ -66,7 +67,8 @@ def require_members(fleet: Fleet) -> Mapping[str, str]:
             raise RefusedError(sentence, status=503, fleet=fleet.advice())
     reason = why_incomplete(fleet)
     if reason:
-        raise RefusedError(f"{reason} No engine has joined anything. Try again.", status=503, fleet=fleet.advice())
+        advice = " No engine has joined anything. Try again." if fleet.engines else ""
+        raise RefusedError(f"{reason}{advice}", status=503, fleet=fleet.advice())
     return {name: engine.boot or "" for name, engine in fleet.members().items()}
 
 
@@ -119,11 +121,17 @@ def why_incomplete(fleet: Fleet) -> str:
     if there and is_enough(fleet, there, taking_part):
         return ""
     if not wanted:
-        return NO_ENGINES
+        return describe_none_up(fleet)
     least = required_engines(fleet.policy.min_committed, wanted, taking_part)
     waits = " A fleet that has never taken weights waits for them; weights.minCommitted lets it begin with fewer."
     hint = "" if fleet.membership.formed else waits
     return f"{there} of {wanted} engines are up, and at least {least} must be. {absent_sentence(fleet)}{hint}"
+
+
+def describe_none_up(fleet: Fleet, consequence: str = "") -> str:
+    """Return that no engine is up, with the consequence, and what to do."""
+    why, advice = (NO_ENGINE_UP, "Try again.") if fleet.engines else (_NO_ENGINES, "Change the spec.")
+    return f"{why}{f', so {consequence}' if consequence else ''}. {advice}"
 
 
 def absent_sentence(fleet: Fleet, limit: int = 4) -> str:

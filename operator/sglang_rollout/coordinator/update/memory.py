@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from sglang_rollout.coordinator.update.membership import describe_none_up
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.requests import Answer, ReleaseMemory, ResumeMemory
 from sglang_rollout.coordinator.update.steps import Results, failures, results_by_engine, same_body, send, sync, write
@@ -72,7 +73,7 @@ def _called_engines(fleet: Fleet, at: str | None) -> list[str]:
 
 def _no_engine_message(fleet: Fleet, at: str | None, what: str) -> str:
     if at is None:
-        return f"No engine of this fleet is up, so there is no memory to {what}. Try again."
+        return describe_none_up(fleet, f"there is no memory to {what}")
     return f"Engine {at} has no memory to {what} now: {fleet.engines[at].why_absent().rstrip('.')}. Try again."
 
 

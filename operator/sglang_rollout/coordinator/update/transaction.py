@@ -13,7 +13,7 @@ from sglang_rollout.coordinator.update.events import Result
 from sglang_rollout.coordinator.update.failed_commit import commits_by_flush
 from sglang_rollout.coordinator.update.interruption import Cause, Interruption
 from sglang_rollout.coordinator.update.lease import is_holder
-from sglang_rollout.coordinator.update.membership import refuse_asleep
+from sglang_rollout.coordinator.update.membership import NO_ENGINE_UP, describe_none_up, refuse_asleep
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.outcome import (
     FENCED,
@@ -44,8 +44,6 @@ from sglang_rollout.sglang.api import ControlCall, MemoryTag, PauseMode
 from sglang_rollout.wire.reasons import RefusedError
 from sglang_rollout.wire.record import UpdateReason
 from sglang_rollout.wire.states import FleetState, describe_state
-
-NO_ENGINE_UP = "No engine of this fleet is up"
 
 
 async def pause(fleet: Fleet, ask: Pause) -> Answer:
@@ -285,7 +283,7 @@ async def flush(fleet: Fleet, ask: Flush, at: str | None = None) -> Answer:
 def _require_any(fleet: Fleet, names: Collection[str], consequence: str) -> None:
     """Raise RefusedError if no engine is up. With transport Staged engines take no part in the trainer's push, so it continues."""
     if not names and not fleet.is_staged:
-        raise RefusedError(f"{NO_ENGINE_UP}, so {consequence}. Try again.", status=503)
+        raise RefusedError(describe_none_up(fleet, consequence), status=503)
 
 
 async def set_label(fleet: Fleet, ask: SetLabel, _at: str | None = None) -> Answer:

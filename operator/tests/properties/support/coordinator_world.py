@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import re
 import math
+import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from sglang_rollout.agent.state import EngineRecord, State, closed_reason
 from sglang_rollout.api.status import Reason
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.controller.decide.plan import Failure
@@ -264,6 +265,20 @@ def test_engine_with_part_of_an_update_has_diverged() -> None:
     assert (degraded["status"], degraded["reason"]) == ("True", "UpdateFailed")
     assert "step-2" in degraded["message"]
     assert "timeout" in degraded["message"]
+
+
+@pytest.mark.parametrize(
+    ("closed", "message"),
+    [
+        (closed_reason(State(record=EngineRecord(state=EngineState.DIRTY, failed=True), up=True)), ""),
+        (Refusal(GateReason.NOT_UP, "the engine is not up: it crashed"), " The engine is not up: it crashed."),
+        (Refusal(GateReason.NOT_UP, "demo-engine-1 is away."), " demo-engine-1 is away."),
+    ],
+)
+def test_what_the_agent_adds_to_a_sentence_is_a_sentence_that_says_more(closed: Refusal, message: str) -> None:
+    dirty = row(1, None, gate=False, state=EngineState.DIRTY, closed=closed)
+    said = status_of(world([pod(0), pod(1)], written=record(row(0, V1), dirty, committed=V1)))["engines"][1]["message"]
+    assert said == f"it holds part of an unfinished weight update and waits for a complete one.{message}"
 
 
 STEADY = ("Ready", "Available", "RouterReady", "WeightsConsistent", "WaitingForWeights", "Degraded")

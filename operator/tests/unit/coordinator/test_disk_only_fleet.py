@@ -13,7 +13,7 @@ from sglang_rollout.wire.reasons import RefusedError
 
 @pytest.mark.parametrize(
     ("transport", "message"),
-    [(Transport.DISK, "call /update_weights_from_disk"), (Transport.DISTRIBUTED, "no engines: spec")],
+    [(Transport.DISK, "call /update_weights_from_disk"), (Transport.DISTRIBUTED, "no engines, because spec")],
 )
 def test_a_group_is_refused_with_the_way_out(transport: Transport, message: str) -> None:
     fleet = Fleet(name="fleet", term=1, policy=Weights(transport=transport))
