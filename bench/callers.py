@@ -21,7 +21,6 @@ import argparse
 import asyncio
 import math
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -34,7 +33,7 @@ from typing import Any
 
 import aiohttp
 from bench.common import cpu_seconds, free_port, get, machine, save
-from bench.fleets import LocalFleet, bare_coordinator, below, ended, local_fleet, stand_ins, until
+from bench.fleets import LocalFleet, Program, bare_coordinator, below, ended, local_fleet, stand_ins, until
 from bench.latency import body
 from bench.pusher import pusher
 from e2e.child import start_child
@@ -203,13 +202,14 @@ def checking_front(addresses: Mapping[str, str]) -> Iterator[LocalFleet]:
                 folder,
             ),
         )
-        processes: list[subprocess.Popen[Any]] = []
+        programs: list[Program] = []
         for line in lines:
             log = stack.enter_context((Path(folder) / f"{line[0]}.log").open("wb"))
-            processes.append(stack.enter_context(ended(start_child([*program, *line, "--check-data-callers"], stdout=log, stderr=log))))
+            process = stack.enter_context(ended(start_child([*program, *line, "--check-data-callers"], stdout=log, stderr=log)))
+            programs.append(Program(process, Path(log.name)))
         url = f"http://{listen}"
-        until(f"{url} answers", lambda: bool(get(f"{url}/fleet")))
-        yield LocalFleet(url, [], [process.pid for process in processes])
+        until(f"{url} answers", lambda: bool(get(f"{url}/fleet")), programs=programs)
+        yield LocalFleet(url, [], programs)
 
 
 def requests(fleet: LocalFleet, checking: LocalFleet, pairs: int) -> dict[str, Any]:

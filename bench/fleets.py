@@ -44,14 +44,27 @@ ENGINE_PARTS = {"engine server": "sglang.launch_server", "engine scheduler": "sg
 
 
 @dataclass(frozen=True)
+class Program:
+    """A process that a benchmark has started, and the file that has its output."""
+
+    process: subprocess.Popen[Any]
+    log: Path | None = None
+
+
+@dataclass(frozen=True)
 class LocalFleet:
     """The fleet's URL, the engines behind it, and the fleet's processes."""
 
     url: str
     engines: list[str]
-    roots: list[int] = field(default_factory=list)
+    programs: list[Program] = field(default_factory=list)
     state: Path = field(default_factory=Path)
     """State folder of ``sglang-rollout local``, with the logs of its processes."""
+
+    @property
+    def roots(self) -> list[int]:
+        """Process IDs of the programs."""
+        return [program.process.pid for program in self.programs]
 
     def parts(self) -> dict[str, list[int]]:
         """Return the process IDs of the fleet's parts, by name."""
@@ -81,10 +94,10 @@ def stand_ins(number: int, *, model: Path | None = None, token_ms: float = 0.0, 
     first = free_port(first=27200, row=number)
     options = ["--port", str(first), "--engines", str(number), "--token-ms", str(token_ms)]
     options += ["--model", str(model)] if model is not None else []
-    with ended(engine_python("sglang_rollout.testing", *options, *args)):
+    with ended(engine_python("sglang_rollout.testing", *options, *args)) as process:
         urls = [f"http://127.0.0.1:{first + index}" for index in range(number)]
         for url in urls:
-            until(f"{url} answers", lambda url=url: bool(get(f"{url}/server_info")))
+            until(f"{url} answers", lambda url=url: bool(get(f"{url}/server_info")), programs=[Program(process)])
         yield urls
 
 
@@ -118,12 +131,13 @@ def local_fleet(
         with (folder / "local.log").open("wb") as log:
             process = start_child(command, stdout=log, stderr=log)
         with ended(process):
-            fleet = LocalFleet(f"http://{address}", urls, [process.pid], folder / "state")
+            fleet = LocalFleet(f"http://{address}", urls, [Program(process, folder / "local.log")], folder / "state")
             if fresh:
                 until_serving(fleet)
             else:
                 members = f"http://{address}/fleet"
-                until("all engines can take weights", lambda: all(row["rank_offset"] for row in get(members)["members"]), every=0.5)
+                check = lambda: all(row["rank_offset"] for row in get(members)["members"])  # noqa: E731
+                until("all engines can take weights", check, every=0.5, programs=fleet.programs)
             yield fleet
 
 
@@ -167,7 +181,8 @@ def bare_coordinator(urls: list[str], *, weights: Mapping[str, Any] | None = Non
             (folder / "trainer-token").write_text(token)
             line += ["--trainer-token-file", str(folder / "trainer-token")]
         second = stack.enter_context(ended(start_child(line, stdout=logs[1], stderr=logs[1])))
-        fleet = LocalFleet(f"http://{listen}", urls, [first.pid, second.pid])
+        programs = [Program(process, folder / f"{part}.log") for process, part in ((first, "agents"), (second, "coordinator"))]
+        fleet = LocalFleet(f"http://{listen}", urls, programs)
         until_serving(fleet)
         yield fleet
 
@@ -193,10 +208,12 @@ def ended(process: subprocess.Popen[Any]) -> Iterator[subprocess.Popen[Any]]:
             process.wait()
 
 
-def until(what: str, check: Any, within: float = START_SECONDS, every: float = 0.1) -> None:
-    """Wait for a condition. A refused connection counts as False."""
+def until(what: str, check: Any, within: float = START_SECONDS, every: float = 0.1, programs: Sequence[Program] = ()) -> None:
+    """Wait for a condition. A refused connection counts as False. Raises SystemExit at the end of the time, or if a program has ended."""
     end = time.monotonic() + within
     while time.monotonic() < end:
+        for program in programs:
+            _require_running(program, what)
         try:
             if check():
                 return
@@ -206,10 +223,17 @@ def until(what: str, check: Any, within: float = START_SECONDS, every: float = 0
     raise SystemExit(f"not within {within:.0f} s: {what}")
 
 
+def _require_running(program: Program, what: str) -> None:
+    code = program.process.poll()
+    if code is not None:
+        said = program.log.read_text(errors="replace").strip()[-2000:] if program.log is not None else "its output is above"
+        raise SystemExit(f"process {program.process.pid} ended with code {code} before this: {what}\n{said}")
+
+
 def until_serving(fleet: LocalFleet, within: float = START_SECONDS) -> None:
     """Wait until all engines serve."""
     wanted = len(fleet.engines)
-    until(f"{fleet.url}: {wanted} engines serve", lambda: get(f"{fleet.url}/fleet")["serving"] == wanted, within, every=0.5)
+    until(f"{fleet.url}: {wanted} engines serve", lambda: get(f"{fleet.url}/fleet")["serving"] == wanted, within, 0.5, fleet.programs)
 
 
 def _marked(roots: Sequence[int], marks: Mapping[str, str]) -> dict[str, list[int]]:
