@@ -14,6 +14,8 @@ from sglang_rollout.testing.replies import BadRequest, Unhandled
 
 _DEFAULT_TOKENS = 128
 """SGLang's default of max_new_tokens."""
+_MAX_STOPS, _MAX_PATTERN_BYTES = 32, 256
+"""SGLang's limits of ``stop`` and ``stop_regex``: entries in each, and the length of a pattern."""
 _MISSING = "Either text, input_ids or input_embeds should be provided."
 _NO_ADAPTERS = (
     "LoRA adapter '{}' was requested, but LoRA is not enabled. Please launch the server with --enable-lora flag and preload adapters using"
@@ -106,6 +108,7 @@ def _prompt(boot: Boot, body: Mapping[str, Any], said: str | list[int], params: 
     limit = _DEFAULT_TOKENS if params.get("max_new_tokens") is None else int(params["max_new_tokens"])
     if limit < 0:
         raise BadRequest(f"max_new_tokens must be at least 0, got {limit}.")
+    _check_stops(params)
     for token in params.get("logit_bias") or ():
         if not 0 <= int(token) < boot.setup.vocabulary:
             raise BadRequest(f"logit_bias must has keys in [0, {boot.setup.vocabulary - 1}], got {token}.")
@@ -125,6 +128,18 @@ def _prompt(boot: Boot, body: Mapping[str, Any], said: str | list[int], params: 
         logprobs=bool(body["return_logprob"]),
         logprob_start=-1 if body["logprob_start_len"] is None else int(body["logprob_start_len"]),
     )
+
+
+def _check_stops(params: Mapping[str, Any]) -> None:
+    """Refuse more or longer strings and patterns than SGLang accepts, which limits only the length of patterns."""
+    for name, what in (("stop", "stop strings"), ("stop_regex", "stop_regex patterns")):
+        given = params.get(name) or []
+        each = [given] if isinstance(given, str) else given
+        if len(each) > _MAX_STOPS:
+            raise BadRequest(f"at most {_MAX_STOPS} {what} are allowed, got {len(each)}")
+        for size in (len(one.encode("utf-8", "surrogatepass")) for one in each if name == "stop_regex"):
+            if size > _MAX_PATTERN_BYTES:
+                raise BadRequest(f"stop_regex is {size} bytes, over the {_MAX_PATTERN_BYTES}-byte limit")
 
 
 async def produce(boot: Boot, prompt: Prompt) -> AsyncIterator[dict[str, Any]]:

@@ -145,6 +145,9 @@ def test_batch_numbers_its_request_id(engine: Server) -> None:
         ({"input_ids": []}, "input_ids cannot be empty."),
         ({"text": "a", "sampling_params": {"logit_bias": {"-1": 0.0}}}, "logit_bias must has keys in [0, 2047], got -1."),
         ({"text": "a", "sampling_params": {"max_new_tokens": -1}}, "max_new_tokens must be at least 0, got -1."),
+        ({"text": "a", "sampling_params": {"stop": ["a"] * 33}}, "at most 32 stop strings are allowed, got 33"),
+        ({"text": "a", "sampling_params": {"stop_regex": ["a"] * 33}}, "at most 32 stop_regex patterns are allowed, got 33"),
+        ({"text": "a", "sampling_params": {"stop_regex": "é" + "a" * 255}}, "stop_regex is 257 bytes, over the 256-byte limit"),
         (
             {"input_ids": [5], "sampling_params": {"max_new_tokens": 99999}},
             "Requested token count exceeds the model's maximum context length of 2048 tokens. You requested a total of 100000 tokens: "
@@ -155,6 +158,11 @@ def test_batch_numbers_its_request_id(engine: Server) -> None:
 )
 def test_generate_refuses(engine: Server, body: dict[str, Any], message: str) -> None:
     assert engine.post("/generate", body) == (400, {"error": {"message": message}})
+
+
+def test_generate_takes_as_many_and_as_long_stops_as_sglang(engine: Server) -> None:
+    stops = {"stop": ["zzz"] * 32, "stop_regex": ["z" * 256, *["zzz"] * 31]}
+    assert engine.post("/generate", {"text": "a", "sampling_params": {**FEW, **stops}})[0] == 200
 
 
 def test_generate_refuses_an_unknown_sampling_parameter_but_not_an_unknown_field(engine: Server) -> None:
