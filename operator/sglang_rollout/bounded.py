@@ -6,11 +6,11 @@ honest process sends, and takes no compressed answer. Engines run code of others
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import aiohttp
 
+from sglang_rollout.json_text import load_json
 from sglang_rollout.keepalive import open_socket
 
 KIB = 2**10
@@ -66,4 +66,4 @@ async def read_answer(answer: aiohttp.ClientResponse, limit: int) -> bytes:
 
 async def read_json(answer: aiohttp.ClientResponse, limit: int) -> Any:
     """Return the JSON of an answer. Raises AnswerTooLargeError as :func:`read_answer`, and ValueError if the body is not JSON."""
-    return json.loads(await read_answer(answer, limit))
+    return load_json(await read_answer(answer, limit))

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from sglang_rollout.api.limits_spec import Limits
+from sglang_rollout.json_text import load_json
 
 Item = dict[str, Any]
 
@@ -93,11 +94,9 @@ def parse(data: bytes) -> dict[str, Any]:
     if not _OBJECT.match(data):
         raise BatchError("The body is not a JSON object in UTF-8.", "unreadable_body")
     try:
-        found: dict[str, Any] = json.loads(data)
+        found: dict[str, Any] = load_json(data)
     except ValueError as error:
         raise BatchError(f"The body is not a JSON object in UTF-8: {error}.", "unreadable_body") from None
-    except RecursionError:
-        raise BatchError("The body nests too deep.", "unreadable_body") from None
     return found
 
 
@@ -151,7 +150,7 @@ def join(answers: Iterable[bytes]) -> Iterator[bytes]:
 
 def add_index(event: bytes, item: int, samples: int) -> bytes:
     """Return an event (JSON) of one item's stream with its index in the batch, as SGLang numbers it."""
-    fields = json.loads(event)
+    fields = load_json(event)
     own = fields.get("index")
     fields["index"] = item * samples + (own if isinstance(own, int) else 0)
     return encode(fields)

@@ -14,6 +14,7 @@ from aiohttp import web
 from sglang_rollout.batches.aborted import AbortedError, make_samples
 from sglang_rollout.batches.client import ConnectionLostError
 from sglang_rollout.batches.split import add_index, encode
+from sglang_rollout.json_text import load_json
 from sglang_rollout.wire.errors import read_error
 from sglang_rollout.wire.ports import VERSION_HEADER
 
@@ -42,7 +43,7 @@ class ItemError(Exception):
         if self.headers.get("Content-Type", "").startswith("text/plain"):
             return self.body[:_QUOTED_BYTES].decode(errors="replace").strip() or str(self)
         try:
-            found = read_error(json.loads(self.body))
+            found = read_error(load_json(self.body))
         except (ValueError, AttributeError):
             found = None
         return str(self) if found is None else str(found)
@@ -103,7 +104,7 @@ class BatchStream:
                 return await self._write_failure(event)
             else:
                 await self._send(b"data: " + event + b"\n\n")
-                if b'"error"' in event and "error" in json.loads(event):
+                if b'"error"' in event and "error" in load_json(event):
                     break  # SGLang refused one item, which ends its batch too
         await self._send(b"data: " + _DONE + b"\n\n")
         return await self._finish()

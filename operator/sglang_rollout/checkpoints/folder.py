@@ -5,13 +5,13 @@ SGLang reads the files named in ``model.safetensors.index.json``, or every ``*.s
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sglang_rollout.checkpoints.format import LENGTH_BYTES, FormatError, Header, TensorEntry, header_length, parse_header
+from sglang_rollout.json_text import load_json
 
 CONFIG = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -133,12 +133,12 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
             raise ProblemsError([f"{path} is larger than {MAX_JSON_BYTES >> 20} MiB, so it is not a {path.name}."])
-        document = json.loads(path.read_bytes())
+        document = load_json(path.read_bytes())
     except FileNotFoundError:
         raise ProblemsError([f"{path} is missing."]) from None
     except OSError as error:
         raise ProblemsError([f"{path} cannot be read here: {error.strerror or error}."]) from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ProblemsError([f"{path} is not JSON ({error})."]) from None
     if not isinstance(document, dict):
         raise ProblemsError([f"{path} is not a JSON object."])

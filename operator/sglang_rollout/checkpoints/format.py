@@ -146,15 +146,15 @@ def _parse_entry(name: str, value: Any) -> TensorEntry:
     fields = value if isinstance(value, dict) else {}
     dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
     if not isinstance(dtype, str) or not _is_naturals(shape) or not _is_naturals(offsets) or len(offsets) != 2:
-        raise FormatError(f"describes tensor {name} without a type, a shape and a byte range")
+        raise FormatError(f"describes tensor {_shorten(name)} without a type, a shape and a byte range")
     start, end = offsets
     bits = ITEM_BITS.get(dtype)
     if bits is None:
-        raise FormatError(f"has tensor {name} of the unknown type {dtype}")
+        raise FormatError(f"has tensor {_shorten(name)} of the unknown type {_shorten(dtype)}")
     items = multiply(shape, MAX_LENGTH)
     if items is None or (end - start) * 8 != items * bits:
         needed = "more than any file holds" if items is None else f"{items * bits / 8:g}"
-        raise FormatError(f"gives tensor {name} {end - start} bytes, but {dtype} {str(shape)[:_MAX_QUOTED]} needs {needed}")
+        raise FormatError(f"gives tensor {_shorten(name)} {end - start} bytes, but {dtype} {_shorten(str(shape))} needs {needed}")
     return TensorEntry(dtype, tuple(shape), start, end)
 
 
@@ -171,6 +171,10 @@ def multiply(lengths: Sequence[int], most: int) -> int | None:
         if product > most:
             return None
     return product
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= _MAX_QUOTED else f"{text[:_MAX_QUOTED]}…"
 
 
 def _parse_length(text: str) -> int:
@@ -191,5 +195,5 @@ def _check_contiguous(tensors: Mapping[str, TensorEntry]) -> None:
     reached = 0
     for name, entry in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)):
         if entry.start != reached:
-            raise FormatError(f"has a {'hole' if entry.start > reached else 'overlap'} before tensor {name}")
+            raise FormatError(f"has a {'hole' if entry.start > reached else 'overlap'} before tensor {_shorten(name)}")
         reached = entry.end

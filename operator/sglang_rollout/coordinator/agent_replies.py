@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from sglang_rollout.coordinator.update.events import Result
+from sglang_rollout.json_text import load_json
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.sglang.checksums import parse_checksums
 from sglang_rollout.wire.agent import AgentStatus, CheckpointReply, PreflightReply
@@ -65,11 +66,11 @@ def parse_json(data: bytes) -> Any:
     if sum(map(data.count, (b",", b"[", b"{"))) > MAX_JSON_VALUES:
         return f"The answer holds more than {MAX_JSON_VALUES} values."
     try:
-        found = json.loads(data)
+        found = load_json(data)
         if data.isascii() and b"\\" not in data:
             return found  # the usual case: the document cannot contain a surrogate
-        return json.loads(json.dumps(found, ensure_ascii=False).encode("utf-8", "replace"))
-    except (ValueError, RecursionError):
+        return load_json(json.dumps(found, ensure_ascii=False).encode("utf-8", "replace"))
+    except ValueError:
         return data[:MAX_MESSAGE_CHARACTERS].decode("utf-8", "replace").strip()
 
 

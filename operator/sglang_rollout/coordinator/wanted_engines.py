@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
@@ -17,6 +16,7 @@ from pydantic import ValidationError
 
 from sglang_rollout.api.intent import Intent
 from sglang_rollout.coordinator.update.store import STORE
+from sglang_rollout.json_text import load_json
 from sglang_rollout.kube.client import Kube
 from sglang_rollout.kube.errors import KubeError
 from sglang_rollout.kube.resources import CONFIGMAPS, ENDPOINTSLICES, Object
@@ -80,7 +80,7 @@ class ConfigMapIntent:
                 log.warning("ConfigMap %s has no %s yet", self._name, INTENT_KEY)
                 continue
             try:
-                yield Intent.model_validate(json.loads(text))
+                yield Intent.model_validate(load_json(text))
             except ValueError as error:
                 log.error("the intent in ConfigMap %s cannot be used: %s", self._name, error)  # noqa: TRY400
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
@@ -10,6 +9,7 @@ from aiohttp import web
 from pydantic import BaseModel, ValidationError
 
 from sglang_rollout.internal.refusals import REFUSAL_LOG
+from sglang_rollout.json_text import load_json
 from sglang_rollout.wire.ports import DEADLINE_HEADER, TERM_HEADER
 from sglang_rollout.wire.reasons import RefusedError, reason_phrase
 from sglang_rollout.wire.trainer import ControlReply
@@ -60,7 +60,7 @@ async def json_body(request: web.Request) -> dict[str, Any]:
     if not raw.strip():
         return {}
     try:
-        body = json.loads(raw)
+        body = load_json(raw)
     except ValueError as error:
         raise RefusedError(f"{request.path}: the body is not JSON: {error}.") from None
     if not isinstance(body, dict):

@@ -17,6 +17,7 @@ from typing import Literal, Self
 import aiohttp
 from kubernetes.aio import client
 
+from sglang_rollout.json_text import load_json
 from sglang_rollout.kube.credentials import load_configuration
 from sglang_rollout.kube.errors import ApiUnavailable, Expired, error_from_status
 from sglang_rollout.kube.resources import Call, Object, Resource, build_call, build_selectors, name_of, resource_of, to_yaml
@@ -286,7 +287,7 @@ class Kube:
 def _parse_object(call: Call, data: bytes) -> Object:
     """Parse the JSON object of a reply. A reply that is not a JSON object does not come from an API server."""
     try:
-        parsed = json.loads(data)
+        parsed = load_json(data)
     except ValueError as error:
         raise ApiUnavailable(f"{call.description}: the answer is no JSON: is this the address of a Kubernetes API server?") from error
     if not isinstance(parsed, dict):

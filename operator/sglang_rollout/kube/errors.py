@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
+
+from sglang_rollout.json_text import load_json
 
 _NOT_FOUND = 404
 _CONFLICT = 409
@@ -84,7 +85,7 @@ def _is_refusal(code: int, status: dict[str, Any]) -> bool:
 def _parse_status(body: bytes | str) -> dict[str, Any]:
     """Return the ``kind: Status`` of an error reply; empty for other replies, such as a proxy's HTML."""
     try:
-        parsed = json.loads(body)
+        parsed = load_json(body)
     except ValueError:
         return {}
     return parsed if isinstance(parsed, dict) else {}

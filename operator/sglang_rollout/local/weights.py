@@ -11,6 +11,7 @@ import click
 from pydantic import ValidationError
 
 from sglang_rollout.api.weights_spec import ActivationStrategy, SnapshotVolume, Staging, Store, StoreSnapshots, VersionPolicy, Weights
+from sglang_rollout.json_text import load_json
 
 
 def parse_weights(
@@ -46,7 +47,7 @@ def parse_weights(
 def _add_size_limit(text: str, size_limit: str | None) -> str:
     """Return the text of ``--weights`` with ``staging.sizeLimit``, if it has ``staging`` without the field that the spec demands."""
     try:
-        values = json.loads(text)
+        values = load_json(text)
     except ValueError:
         return text  # the check of the whole text says where it is wrong
     staging = values.get("staging") if isinstance(values, dict) else None

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from sglang_rollout.bounded import MIB, AnswerTooLargeError, open_connector, open_session, read_answer
+from sglang_rollout.json_text import load_json
 from sglang_rollout.sglang.api import (
     FIRST_WITH_PING,
     FIRST_WITH_SESSIONS,
@@ -66,7 +67,7 @@ class Reply:
     def document(self) -> Any:
         """The JSON body; None if the body is empty or not JSON."""
         try:
-            return json.loads(self.body) if self.body else None
+            return load_json(self.body) if self.body else None
         except ValueError:
             return None
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from pydantic import Field, ValidationError
 
+from sglang_rollout.json_text import load_json
 from sglang_rollout.staging.files import (
     DELETED_PREFIX,
     Writing,
@@ -452,7 +453,7 @@ class Copies:
 
     def _read_tickets(self) -> dict[str, str]:
         try:
-            found = json.loads(self._tickets_file.read_bytes())
+            found = load_json(self._tickets_file.read_bytes())
         except FileNotFoundError:
             return {}
         except (OSError, ValueError) as error:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import os
 import socket
 from collections.abc import Callable, Mapping
@@ -21,6 +20,7 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from sglang_rollout.json_text import load_json
 from sglang_rollout.staging.differences import most_bytes
 from sglang_rollout.staging.files import BATCH_BYTES, Writing, finish_in_thread, patch_range
 from sglang_rollout.staging.index import StagedError, StagedFault
@@ -279,6 +279,6 @@ def _refusal(answer: HTTPResponse) -> RefusedPieceError:
     """Return the error for an answer with another status than 200; without a code if it is not of this project."""
     code, message, text = "", answer.reason, answer.read(_MAX_REFUSAL_BYTES)
     with suppress(ValueError, TypeError, KeyError):
-        body = json.loads(text)
+        body = load_json(text)
         code, message = str(body["code"]), str(body["message"])
     return RefusedPieceError(answer.status, code, message)

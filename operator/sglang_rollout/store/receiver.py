@@ -29,6 +29,7 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
+from sglang_rollout.json_text import load_json
 from sglang_rollout.wire.reasons import RefusalCode
 from sglang_rollout.wire.staged import PIECE_BYTES
 
@@ -207,7 +208,7 @@ def serve(commands: TextIO, answers: TextIO) -> None:
     member: Member | None = None
     answer(answers, ready=True)
     for line in commands:
-        command = json.loads(line)
+        command = load_json(line)
         action = command.pop("do")
         if action == "join":
             member = Member(**command)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_rollout.child_environment import clean_environment
+from sglang_rollout.json_text import load_json
 from sglang_rollout.wire.reasons import RefusalCode, end_sentence
 from sglang_rollout.wire.staged import StoreGroupRequest
 
@@ -141,7 +142,7 @@ class Receiver:
         if self._process.stdout is None:
             raise RuntimeError("the child was started without a pipe")
         while line := await self._process.stdout.readline():
-            answer = json.loads(line)
+            answer = load_json(line)
             if last in answer:
                 return
             if "code" in answer:

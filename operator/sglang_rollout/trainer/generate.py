@@ -12,6 +12,7 @@ from typing import Any
 
 import requests
 
+from sglang_rollout.json_text import load_json
 from sglang_rollout.trainer.arguments import require
 from sglang_rollout.trainer.calls import Cancellation, Deadline, Http, run_in_background
 from sglang_rollout.trainer.errors import FailedPrompt, FleetUnreachable, GenerateFailed
@@ -272,8 +273,8 @@ def parse_samples(request: PromptRequest, response: requests.Response, *, with_l
         _PromptRefused: The reply has another shape.
     """
     try:
-        reply = response.json()
-    except requests.exceptions.JSONDecodeError:
+        reply = load_json(response.content)
+    except ValueError:
         reply = None
     found = reply if isinstance(reply, list) else [reply]
     if len(found) == request.samples and all(isinstance(each, dict) and isinstance(each.get("meta_info"), dict) for each in found):

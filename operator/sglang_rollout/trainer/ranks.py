@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+from sglang_rollout.json_text import load_json
 from sglang_rollout.trainer.calls import Deadline
 from sglang_rollout.trainer.errors import NOTHING_SENT, PushFailed
 from sglang_rollout.trainer.tensors import Bucket, Source, digest, full_tensor, plan_buckets
@@ -82,7 +83,7 @@ class Ranks:
             absent = [rank for rank, key in keys.items() if not self._store.check([key])]
             if absent:
                 raise self._push_failure(f"ranks {absent} of the trainer did not take part within {self._timeout:g} s. {SAME_PUSH_ADVICE}")
-            self._compare_reports({rank: json.loads(self._store.get(key)) for rank, key in keys.items()}, intent)
+            self._compare_reports({rank: load_json(self._store.get(key)) for rank, key in keys.items()}, intent)
             # All followers are in this step, so no follower still reads an earlier verdict.
             for key in (*keys.values(), *_leftover.pop(self._ranks, [])):
                 self._store.delete_key(key)
@@ -135,7 +136,7 @@ class Ranks:
             self._wait([key], Deadline(seconds))
             if not self._store.check([key]):
                 raise self._push_failure(f"the leading rank of the trainer did not continue within {seconds:g} s. {SAME_PUSH_ADVICE}")
-            verdict: dict[str, Any] = json.loads(self._store.get(key))
+            verdict: dict[str, Any] = load_json(self._store.get(key))
         self._step += 1
         if "failed" in verdict:
             raise PushFailed(**verdict["failed"])

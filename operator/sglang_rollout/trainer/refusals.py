@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import requests
 
+from sglang_rollout.json_text import load_json
 from sglang_rollout.wire.errors import AnsweredError, read_error
 
 _MAX_QUOTED = 200
@@ -15,8 +15,8 @@ _MAX_QUOTED = 200
 def parse_object(response: requests.Response) -> dict[str, Any]:
     """Return the JSON object of an answer; empty if the answer is something else (SGLang answers some calls with text)."""
     try:
-        value = response.json()
-    except requests.exceptions.JSONDecodeError:
+        value = load_json(response.content)
+    except ValueError:
         return {}
     return value if isinstance(value, dict) else {}
 
@@ -42,7 +42,7 @@ def find_error(response: requests.Response) -> AnsweredError | None:
 
 def _parse_event(line: str) -> dict[str, Any] | None:
     try:
-        value = json.loads(line.removeprefix("data:")) if line.startswith("data:") else None
+        value = load_json(line.removeprefix("data:")) if line.startswith("data:") else None
     except ValueError:
         return None  # such as [DONE]
     return value if isinstance(value, dict) else None

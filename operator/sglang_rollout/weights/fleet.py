@@ -12,6 +12,7 @@ from sglang_rollout.staging.copies import Copy
 from sglang_rollout.staging.index import StagedError
 from sglang_rollout.trainer.calls import Http
 from sglang_rollout.trainer.errors import FleetError, FleetRefused
+from sglang_rollout.trainer.refusals import parse_object
 from sglang_rollout.weights.choose import choose_version
 from sglang_rollout.wire.ports import FLEET, FLEET_UPDATES, STAGED, TICKET_HEADER
 from sglang_rollout.wire.staged import IndexReply, Piece
@@ -81,8 +82,8 @@ class FleetWeights:
     def verify(self, update: str) -> list[str]:
         """Let the weight store read a snapshot, and return how it differs from its digests."""
         reply = self._http.send("POST", f"{FLEET_UPDATES}/{update}/verify", {}, timeout=VERIFY_SECONDS)
-        body = reply.json()
-        fleet = body.get("fleet") if isinstance(body, dict) else None
+        body = parse_object(reply)
+        fleet = body.get("fleet")
         if not reply.ok or not isinstance(fleet, dict):
             raise FleetRefused(f"{FLEET_UPDATES}/{update}/verify", reply.status_code, str(body.get("message", reply.reason)))
         return [str(problem) for problem in fleet.get("problems", [])]
@@ -126,7 +127,10 @@ class FleetWeights:
             answer = self._http.send("GET", path, None, timeout=CALL_SECONDS, headers=headers)
             if not answer.ok:
                 raise FleetRefused(path, answer.status_code, answer.reason)
-            reply = IndexReply.model_validate(answer.json())
+            try:
+                reply = IndexReply.model_validate(parse_object(answer))
+            except ValidationError as error:
+                raise FleetError(f"The fleet's answer to {path} is no index of a version: {error.errors()[0]['msg']}.") from error
             yield reply
             if not reply.entries or reply.entries[-1].end is not None:
                 return

@@ -150,7 +150,7 @@ def find_count_problem(value: object, name: str) -> str | None:
     number = as_integer(value)
     if number is None:
         return f"{name} is {quote_value(value)} ({type(value).__name__}); expected an integer."
-    return None if number >= 1 else f"{name} is {number}; expected at least 1."
+    return None if number >= 1 else f"{name} is {quote_value(number)}; expected at least 1."
 
 
 def find_number_problem(value: object, name: str) -> str | None:
@@ -158,7 +158,7 @@ def find_number_problem(value: object, name: str) -> str | None:
     number = as_integer(value)
     if number is None:
         return f"{name} is {quote_value(value)} ({type(value).__name__}); expected an integer."
-    return None if number >= 0 else f"{name} is {number}; expected 0 or more."
+    return None if number >= 0 else f"{name} is {quote_value(number)}; expected 0 or more."
 
 
 def find_seconds_problem(value: object, name: str) -> str | None:

@@ -5,6 +5,7 @@ Every process reports a :class:`GateReason` or a :class:`RefusalCode` beside its
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -16,6 +17,26 @@ DATA_PATHS_ONLY = "data_paths_only"
 """Code of a refusal at the URL that serves data paths only."""
 MAX_QUOTED_CHARACTERS = 120
 """Characters of a value that a message quotes."""
+
+
+_MAX_QUOTED_BITS = 1000
+
+
+class _Start(reprlib.Repr):
+    """Writes as much of a value as a message can quote. All items and digits of a hostile value would take seconds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 20
+        self.maxlist = self.maxtuple = self.maxdict = self.maxset = self.maxfrozenset = MAX_QUOTED_CHARACTERS
+        self.maxstring = self.maxother = 2**30
+
+    def repr_int(self, x: int, level: int) -> str:
+        """Return the number, unless it has hundreds of digits; Python refuses to write thousands."""
+        return repr(x) if x.bit_length() <= _MAX_QUOTED_BITS else f"(a number of {x.bit_length()} bits)"
+
+
+_START = _Start()
 
 
 class GateReason(StrEnum):
@@ -201,5 +222,5 @@ def reason_phrase(message: str) -> str:
 
 def quote_value(value: object) -> str:
     """Return a value as Python writes it, shortened for a message."""
-    text = repr(value)
+    text = _START.repr(value)
     return text if len(text) <= MAX_QUOTED_CHARACTERS else f"{text[:MAX_QUOTED_CHARACTERS]}…"

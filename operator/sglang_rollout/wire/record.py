@@ -161,8 +161,7 @@ class FailedCommitRow(Message):
     """The answer, with what to do."""
     cause: str = ""
     """Why the update failed, without what to do."""
-    reason: str = ""
-    """A value of ``UpdateReason``; empty: none."""
+    reason: UpdateReason | None = None
     author: str = ""
     """Caller whose update it is; empty: not known."""
     groups: list[str] = Field(default_factory=list)

@@ -7,7 +7,6 @@ can write anything into their folder: nothing here follows a link, blocks, or tr
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import secrets
 import shutil
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_rollout.agent.engine import read_text
+from sglang_rollout.json_text import load_json
 
 log = logging.getLogger(__name__)
 
@@ -126,8 +126,8 @@ def _parse_all(files: Iterable[Path], attempt: str) -> Iterable[Verdict]:
 def parse_verdict(text: str | None, attempt: str) -> Verdict | None:
     """Return the verdict in a file; None for anything else, and for a verdict of another attempt."""
     try:
-        document: Any = json.loads(text or "")
-    except (ValueError, RecursionError):
+        document: Any = load_json(text or "")
+    except ValueError:
         return None
     if not isinstance(document, dict) or document.get("id") != attempt:
         return None

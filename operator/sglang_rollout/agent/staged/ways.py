@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Mapping
-from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,7 +24,7 @@ from sglang_rollout.sglang.sizes import loads_folders, read_replicas
 from sglang_rollout.staging.copies import Copy
 from sglang_rollout.staging.index import shard_header
 from sglang_rollout.staging.payload import loader_payload, loader_request
-from sglang_rollout.wire.reasons import Refusal, RefusalCode, RefusedError
+from sglang_rollout.wire.reasons import Refusal, RefusalCode, RefusedError, quote_value
 from sglang_rollout.wire.staged import Shard
 
 
@@ -150,8 +149,8 @@ def find_other_shapes(shards: list[Shard], shapes: Shapes) -> list[str]:
     problems = []
     for tensor in (tensor for shard in shards for tensor in shard.tensors):
         expected = shapes.get(tensor.name)
-        if expected is not None and expected != tensor.shape and not prod(expected) == prod(tensor.shape) == 1:
-            problems.append(f"Tensor {tensor.name} has shape {tensor.shape}, expected {expected}.")
+        if expected is not None and expected != tensor.shape and not {*expected, *tensor.shape} <= {1}:
+            problems.append(f"Tensor {tensor.name} has shape {tensor.shape}, expected {quote_value(expected)}.")
     return problems
 
 

@@ -6,7 +6,6 @@ that a fight between two controllers does not roll the router with each round.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from sglang_rollout.controller.decide.drift import Ownership
 from sglang_rollout.controller.decide.times import seconds_since
 from sglang_rollout.controller.render.names import FIELD_MANAGER
+from sglang_rollout.json_text import load_json
 from sglang_rollout.kube.resources import Object
 
 Key = tuple[str, str]
@@ -137,7 +137,7 @@ def _take_step(key: str, wanted: Any, live: Any) -> tuple[str, Any, Any]:
     if kind == "f" and isinstance(wanted, dict):
         return f".{name}", wanted.get(name), (live or {}).get(name)
     if kind == "k" and isinstance(wanted, list):
-        identity = json.loads(name)
+        identity = load_json(name)
         mine, theirs = (next((item for item in items if identity.items() <= item.items()), None) for items in (wanted, live or []))
         return f"[{', '.join(str(value) for value in identity.values())}]", mine, theirs
     return "", None, None

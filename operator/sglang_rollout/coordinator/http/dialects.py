@@ -36,6 +36,7 @@ from sglang_rollout.coordinator.update.requests import (
     Update,
     Upload,
 )
+from sglang_rollout.json_text import load_json
 from sglang_rollout.sglang.api import (
     DEFAULT_PAUSE_MODE,
     DISK_LOAD_FORMATS,
@@ -77,12 +78,12 @@ def parse(data: bytes) -> dict[str, Any]:
     if not data.strip():
         return {}
     try:
-        body = json.loads(data)
+        body = load_json(data)
     except UnicodeDecodeError as error:
         raise RefusedError(f"the body is not JSON: byte {error.start} is not UTF-8.") from error
     except json.JSONDecodeError as error:
         raise RefusedError(f"the body is not JSON: line {error.lineno}, column {error.colno}: {error.msg}.") from error
-    except (RecursionError, ValueError) as error:
+    except ValueError as error:
         raise RefusedError("the JSON of the body cannot be parsed: it nests too deep, or a number is too long.") from error
     if body is None:
         return {}

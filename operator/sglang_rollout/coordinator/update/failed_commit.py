@@ -58,14 +58,17 @@ def make_row(failed: FailedCommit | None, update: Update | None, pause: Interrup
     if failed is None or failed.upload:
         return None
     calls, groups = sorted(call.__name__ for call in failed.calls), sorted(failed.groups)
-    cause, reason = (str(failed.answer.fleet.get(key, "")) for key in ("cause", "reason"))
-    return FailedCommitRow(calls=calls, message=failed.answer.message, cause=cause, reason=reason, author=failed.author, groups=groups)
+    answer, code = failed.answer, failed.answer.fleet.get("reason")
+    return FailedCommitRow(
+        calls=calls, message=answer.message, cause=str(answer.fleet.get("cause", "")), reason=UpdateReason(code) if code else None,
+        author=failed.author, groups=groups,
+    )  # fmt: skip
 
 
 def read_row(row: FailedCommitRow) -> FailedCommit:
     """Return the failure that a record has."""
     calls = frozenset(call for call in get_args(rq.Call) if call.__name__ in row.calls)
-    details = {key: text for key, text in (("cause", row.cause), ("reason", row.reason)) if text}
+    details = {"cause": row.cause} | ({"reason": row.reason.value} if row.reason is not None else {})
     return FailedCommit(calls, rq.Answer(400, row.message, details), row.author, groups=frozenset(row.groups))
 
 
