@@ -11,6 +11,7 @@ import pathlib
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
@@ -111,15 +112,22 @@ def main() -> None:
     eventually("status names the last version", lambda: str(pushed["rows"][-1]["step"]) in DEMO("get", "sglr", "demo"), within=15)
     say("\nkubectl get sglr, before and after:")
     say(before + DEMO("get", "sglr", "demo").splitlines()[-1])
-    say(
-        f"\nDone in {time.monotonic() - began:.0f} s. The fleet keeps running. Reward curves: {OUT / 'reward.png'}\n"
-        f"Inspect it:   export KUBECONFIG={os.environ.get('KUBECONFIG', '')} PATH={os.environ.get('PATH', '').split(':')[0]}:$PATH\n"
-        "              kubectl describe sglr demo\n"
-        "              kubectl get pods,svc\n"
-        "              kubectl port-forward svc/demo-router 30000    # then, in another terminal:\n"
-        "              curl -s localhost:30000/server_info\n"
-        "Remove it:    make clean"
+    say(f"\nDone in {time.monotonic() - began:.0f} s. The fleet keeps running. Reward curves: {OUT / 'reward.png'}")
+    say(describe_next_steps(os.environ))
+
+
+def describe_next_steps(environment: Mapping[str, str]) -> str:
+    """Return commands for the running fleet. Those below a heading can be pasted together."""
+    kubeconfig, programs = environment.get("KUBECONFIG", ""), environment.get("PATH", "").split(":")[0]
+    exported = [f"export KUBECONFIG={kubeconfig} PATH={programs}:$PATH"] if kubeconfig else []
+    commands = (
+        *exported,
+        ".venv/bin/sglang-rollout status demo",
+        "kubectl get pods,svc",
+        "kubectl port-forward svc/demo-router 30000 > /dev/null &",
+        "curl -s --retry 10 --retry-connrefused localhost:30000/get_weight_version",
     )
+    return "Inspect it:\n" + "".join(f"  {command}\n" for command in commands) + "Remove it:\n  make clean"
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python3 -m e2e.engine prepare          # creates both, prints the environment's Python and the model's folder
 
-PyPI's torch is the CUDA build (a 2.6 GB download); set TORCH_INDEX to another package index to take torch from there.
+PyPI's torch is the CUDA build (a 2.7 GB download); set TORCH_INDEX to another package index to take torch from there.
 """
 
 import fcntl
@@ -27,7 +27,7 @@ _TORCH = REPOSITORY / "requirements" / "engine-torch.lock"
 _REST = REPOSITORY / "requirements" / "engine-cpu.lock"
 _OLD = REPOSITORY / "requirements" / "engine-old.lock"
 _PYTHON = "3.11"
-_NEEDED_GB = 9  # download 2.6 GB, unpacked 5 GB before the trim
+_NEEDED_GB = 9  # download 2.7 GB, unpacked 5 GB before the trim
 
 
 SEVERAL_RANKS = {"SGLANG_NCCL_SO_PATH": "/nonexistent/libnccl.so"}
@@ -115,7 +115,7 @@ def _make_environment(folder: Path, index: str) -> None:
     install = [*command, "pip", "install", "--quiet", "--python", interpreter, "--no-deps"]
     with step(f"engine environment: Python {_PYTHON}"):
         _run([*command, "venv", "--quiet", "--clear", "--python", _PYTHON, str(folder)], "uv venv")
-    with step("engine environment: torch" + (f" from {index}" if index else " (2.6 GB from PyPI the first time)")):
+    with step("engine environment: torch" + (f" from {index}" if index else " (2.7 GB from PyPI the first time)")):
         if index:
             pin = next(line for line in _TORCH.read_text().splitlines() if line.startswith("torch==")).split()[0]
             _run([*install[:-1], "--index-url", index, pin], f"uv pip install {pin} from {index}")
