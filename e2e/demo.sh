@@ -11,7 +11,7 @@ else
   first="downloads about 3.4 GB: 3.2 GB of Python packages, 0.14 GB of Go modules, 0.05 GB for the base image, and what apt-get installs.
 It takes about 18 minutes on two cores, and later runs take 2 to 4 minutes"
 fi
-if [ "$CLUSTER" = current ]; then first="that builds the images downloads about 3.3 GB: 3.2 GB of Python packages, and a base image"; fi
+if [ "$CLUSTER" = current ]; then first="that builds the images downloads about 3.2 GB of Python packages, and a base image"; fi
 printf 'A first run %s.\n' "$first" >&2
 part() { printf '\n[%d/%d, %d s] %s\n' "$1" "$parts" "$SECONDS" "$2" >&2; }
 parts=4
