@@ -414,6 +414,8 @@ class Reason(StrEnum):
     """The last weight update failed."""
     PARTLY_COMMITTED = "PartlyCommitted"
     """The last weight update was committed without some engines (`weights.minCommitted`)."""
+    ROUTER_PAUSED = "RouterPaused"
+    """Someone has paused the router's Deployment (`kubectl rollout pause`), so that changes of the spec do not reach its pods."""
     FIELDS_CONTESTED = "FieldsContested"
     """Another client keeps changing an object of the rollout, and the operator keeps restoring it."""
     NODES_AVOIDED = "NodesAvoided"

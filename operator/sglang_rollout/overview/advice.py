@@ -38,6 +38,7 @@ ADVICE: Mapping[str, str] = {
         "correct the cause, which the message has; then delete the pods of the engine, or change the spec (Several nodes)."
     ),
     Reason.NAME_TAKEN: "delete that object, or rename the rollout.",
+    Reason.ROUTER_PAUSED: "kubectl rollout resume deployment/NAME-router.",
     Reason.FIELDS_CONTESTED: (
         "exclude the rollout's objects (label rollout.sglang.io/rollout) from what the other client manages, and set in the SGLangRollout"
         " what you want, for example in podTemplate."

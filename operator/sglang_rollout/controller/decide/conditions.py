@@ -184,7 +184,7 @@ def _degraded(summary: FleetSummary) -> Finding:
     if interruption is not None and interruption[0] is Reason.TRAINER_LOST:
         return Finding(kind, "True", *interruption)
     checks = (
-        *(_check_contests, _check_certificate, _check_callers, _check_updates),
+        *(_check_contests, _check_pause, _check_certificate, _check_callers, _check_updates),
         *(_check_store, _check_last_update, _check_nodes, _check_snapshots),
     )
     if found := next(filter(None, (check(summary) for check in checks)), None):
@@ -195,6 +195,14 @@ def _degraded(summary: FleetSummary) -> Finding:
 def _check_contests(summary: FleetSummary) -> tuple[Reason, str] | None:
     contests = find_contests(summary.fleet.restores, summary.now)
     return (Reason.FIELDS_CONTESTED, describe_contests(contests)) if contests else None
+
+
+def _check_pause(summary: FleetSummary) -> tuple[Reason, str] | None:
+    if not summary.fleet.is_router_paused:
+        return None
+    router = names.router_name(summary.fleet.name)
+    message = f"Deployment {router} is paused (kubectl rollout pause), so that changes of the spec do not reach the router's pods."
+    return Reason.ROUTER_PAUSED, f"{message} Run kubectl rollout resume deployment/{router}."
 
 
 def _check_certificate(summary: FleetSummary) -> tuple[Reason, str] | None:

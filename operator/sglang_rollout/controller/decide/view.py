@@ -212,6 +212,11 @@ class FleetView:
         failed = [condition for condition in conditions if (condition.get("type"), condition.get("status")) == ("ReplicaFailure", "True")]
         return str(failed[0].get("message") or "") if failed else ""
 
+    @property
+    def is_router_paused(self) -> bool:
+        """True if Kubernetes does not bring changes of the router's Deployment to its pods (``kubectl rollout pause``)."""
+        return self._router is not None and bool(self._router["spec"].get("paused"))
+
     @cached_property
     def router_pods(self) -> tuple[Pod, ...]:
         """Pods of the router, by name."""

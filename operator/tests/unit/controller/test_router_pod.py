@@ -49,6 +49,17 @@ def test_status_shows_why_the_router_does_not_run(seen: FleetView, says: str, de
     assert condition(status_of(seen), "Degraded")["status"] == degraded
 
 
+def test_a_paused_router_is_reported_until_it_is_resumed() -> None:
+    seen = world([pod(0), pod(1)], written=record(row(0), row(1)))
+    seen.children["Deployment", "demo-router"]["spec"]["paused"] = True
+    degraded = condition(status_of(seen), "Degraded")
+    assert (degraded["status"], degraded["reason"]) == ("True", "RouterPaused")
+    assert degraded["message"].endswith("Run kubectl rollout resume deployment/demo-router.")
+    assert ready(seen)[0] == "True", "the fleet works"
+    seen = world([pod(0), pod(1)], written=record(row(0), row(1)))
+    assert condition(status_of(seen), "Degraded")["status"] == "False"
+
+
 def test_rules_protect_every_container_of_the_router() -> None:
     assert tuple(one["name"] for one in template()["spec"]["containers"]) == ROUTER_CONTAINERS
 
