@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 from sglang_rollout.controller.decide.transitions import EventToPost
 from sglang_rollout.controller.events import EventPoster
@@ -19,7 +21,7 @@ from sglang_rollout.controller.render.names import FIELD_MANAGER
 from sglang_rollout.kube.client import Kube
 from sglang_rollout.kube.errors import KubeError, NotFound
 from sglang_rollout.kube.lease import Lease, LeaseTakenError
-from sglang_rollout.kube.resources import ROLLOUTS
+from sglang_rollout.kube.resources import ROLLOUTS, Object
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +73,13 @@ class Standing:
         Raises:
             KubeError: The API server is away, or another writer was faster. Try again.
         """
-        claim = await self._claim(key)
+        try:
+            claim = await self._claim(key)
+        except NotFound:
+            # No rollout of the namespace is left, and no Lease.
+            if (left := self._claims.get(key[0])) is not None:
+                await self._forget(key, left)
+            return await self._reconcile(key)
         if not claim.is_held:
             return await self._stand_by(key, claim)
         result = await self._reconcile(key)
@@ -95,6 +103,7 @@ class Standing:
                 identity=self._identity,
                 duration=DURATION_SECONDS,
                 renew=RENEW_SECONDS,
+                find_owners=partial(self._find_owners, namespace),
             )
             claim = self._claims[namespace] = _Claim(lease)
         claim.keys.add(key)
@@ -103,6 +112,15 @@ class Standing:
                 claim.is_held = await claim.lease.try_acquire() is not None
                 claim.task = asyncio.create_task(self._keep(claim), name=f"Lease of {namespace}")
         return claim
+
+    async def _find_owners(self, namespace: str) -> list[Object]:
+        """Return owner references to the known rollouts of a namespace, so that Kubernetes deletes the Lease with the last of them."""
+        found: list[Object] = []
+        for key in sorted(self._claims[namespace].keys):
+            with suppress(NotFound):
+                rollout = await self._kube.get(ROLLOUTS, *key)
+                found.append({"apiVersion": ROLLOUTS.api_version, "kind": ROLLOUTS.kind, "name": key[1], "uid": rollout["metadata"]["uid"]})
+        return found
 
     async def _keep(self, claim: _Claim) -> None:
         """Renew the Lease while it is held, and take it when it is free."""

@@ -41,7 +41,7 @@ from sglang_rollout.coordinator.wanted_engines import ConfigMapIntent, FileInten
 from sglang_rollout.credentials import CredentialFile, Credentials
 from sglang_rollout.kube.client import Kube
 from sglang_rollout.kube.errors import NoCredentials
-from sglang_rollout.kube.lease import Lease
+from sglang_rollout.kube.lease import Lease, find_owners_of
 from sglang_rollout.logs import configure_logging, logging_options
 from sglang_rollout.proxy.address import Address, Endpoint
 from sglang_rollout.proxy.cli import ADDRESS, ENDPOINT
@@ -186,7 +186,8 @@ async def _listen(stack: contextlib.AsyncExitStack, app: web.Application, endpoi
 
 def _open_objects(options: Options, kube: Kube) -> tuple[IntentSource, RecordStore, Leadership]:
     name, namespace = options.name, options.namespace
-    lease = Lease(kube, namespace=namespace, name=f"{name}-router", identity=socket.gethostname(), owners_from=f"{name}-weights")
+    owners = partial(find_owners_of, kube, namespace, f"{name}-weights")
+    lease = Lease(kube, namespace=namespace, name=f"{name}-router", identity=socket.gethostname(), find_owners=owners)
     return ConfigMapIntent(kube, namespace, name), ConfigMapRecord(kube, namespace, name), LeaseLeadership(lease)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 
 from sglang_rollout.kube.client import Kube
@@ -31,7 +32,8 @@ class Lease:
         namespace: Namespace of the Lease.
         name: Name of the Lease.
         identity: Name of this candidate in ``holderIdentity``.
-        owners_from: ConfigMap whose owner references the Lease gets when it is created; None: it has no owner.
+        find_owners: Returns the owner references that the Lease gets when it is created, so that Kubernetes deletes it with its last
+            owner. Without owners no Lease is created.
         duration: Seconds after which a holder that does not renew counts as gone.
         renew: Seconds between renewals, and between reads of a Lease that another process holds.
     """
@@ -43,7 +45,7 @@ class Lease:
         namespace: str,
         name: str,
         identity: str,
-        owners_from: str | None = None,
+        find_owners: Callable[[], Awaitable[list[Object]]],
         duration: float | None = None,
         renew: float | None = None,
     ) -> None:
@@ -51,7 +53,7 @@ class Lease:
         self._namespace = namespace
         self._name = name
         self._identity = identity
-        self._owners_from = owners_from
+        self._find_owners = find_owners
         self._duration = DURATION_SECONDS if duration is None else duration
         self._renewal_period = RENEW_SECONDS if renew is None else renew
         self._lease: Object = {}
@@ -144,16 +146,10 @@ class Lease:
             return await self._kube.get(LEASES, self._namespace, self._name)
         except NotFound:
             owners = await self._find_owners()
-        metadata = {"name": self._name, "namespace": self._namespace, **({"ownerReferences": owners} if owners else {})}
+            if not owners:
+                raise
+        metadata = {"name": self._name, "namespace": self._namespace, "ownerReferences": owners}
         return await self._kube.create({"apiVersion": LEASES.api_version, "kind": LEASES.kind, "metadata": metadata, "spec": {}})
-
-    async def _find_owners(self) -> list[Object]:
-        if self._owners_from is None:
-            return []
-        owned = await self._kube.get(CONFIGMAPS, self._namespace, self._owners_from)
-        # Without "controller" and "blockOwnerDeletion": some clusters demand rights over the owner for those.
-        references = owned["metadata"].get("ownerReferences") or []
-        return [{key: owner[key] for key in ("apiVersion", "kind", "name", "uid")} for owner in references]
 
     async def _write(self, found: Object, spec: Object) -> None:
         version = found["metadata"]["resourceVersion"]
@@ -166,6 +162,15 @@ class Lease:
         if warning and warning != self._last_warning:
             log.warning("%s", warning)
         self._last_warning = warning
+
+
+async def find_owners_of(kube: Kube, namespace: str, config_map: str) -> list[Object]:
+    """Return the owner references of a ConfigMap, for a Lease that is deleted together with it.
+
+    Without "controller" and "blockOwnerDeletion": some clusters demand rights over the owner for those.
+    """
+    references = (await kube.get(CONFIGMAPS, namespace, config_map))["metadata"].get("ownerReferences") or []
+    return [{key: owner[key] for key in ("apiVersion", "kind", "name", "uid")} for owner in references]
 
 
 def _holder(lease: Object) -> str:

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 from e2e.cluster.controlplane import ControlPlane
 
+from sglang_rollout.controller.standing import LEASE_NAME
 from sglang_rollout.kube.client import Kube
 from sglang_rollout.kube.errors import NotFound
-from sglang_rollout.kube.resources import CONFIGMAPS, DEPLOYMENTS, EVENTS, SERVICES
+from sglang_rollout.kube.resources import CONFIGMAPS, DEPLOYMENTS, EVENTS, LEASES, ROLLOUTS, SERVICES
 from tests.integration.controller.support.operator_process import OperatorProcess, World, eventually, rollout
 
 pytestmark = [pytest.mark.controlplane]
@@ -145,3 +146,20 @@ async def test_second_operator_changes_nothing_reports_itself_and_takes_over(
         assert time.monotonic() - stopped < 20, "the first operator has released its Lease"
     finally:
         second.stop(9)
+
+
+async def test_the_operators_lease_is_deleted_with_the_last_rollout(operator: OperatorProcess, world: World) -> None:
+    made = await world.kube.create(rollout("demo", world.namespace))
+
+    async def has_lease() -> bool:
+        with contextlib.suppress(NotFound):
+            owners = (await world.kube.get(LEASES, world.namespace, LEASE_NAME))["metadata"]["ownerReferences"]
+            return [owner["uid"] for owner in owners] == [made["metadata"]["uid"]]
+        return False
+
+    async def has_none() -> bool:
+        return not (await world.kube.list(LEASES, world.namespace)).items
+
+    await eventually("a Lease that the rollout owns", has_lease)
+    await world.kube.delete(ROLLOUTS, world.namespace, "demo", uid=made["metadata"]["uid"])
+    await eventually("no Lease", has_none, seconds=40)

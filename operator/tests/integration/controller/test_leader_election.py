@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from functools import partial
 
 import pytest
 
@@ -45,7 +46,8 @@ def short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def candidate(kube: Kube, namespace: str, identity: str) -> LeaseLeadership:
-    lease = Lease(kube, namespace=namespace, name="demo-router", identity=identity, owners_from="demo-weights")
+    owners = partial(kube_lease.find_owners_of, kube, namespace, "demo-weights")
+    lease = Lease(kube, namespace=namespace, name="demo-router", identity=identity, find_owners=owners)
     return LeaseLeadership(lease)
 
 
