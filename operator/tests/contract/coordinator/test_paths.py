@@ -9,7 +9,7 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 
-from sglang_rollout.batches import routes
+from sglang_rollout.batches import sending
 from sglang_rollout.sglang.api import DIRECT_PATHS
 from tests.contract.support.coordinator_process import HttpAgent, Lab, fleet_lab
 
@@ -47,7 +47,7 @@ async def test_engines_are_asked_in_turn_and_a_closed_gate_is_skipped(lab: Lab, 
 
 
 async def test_an_engine_with_a_closed_gate_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routes, "HOLD_SECONDS", 0.3)
+    monkeypatch.setattr(sending, "HOLD_SECONDS", 0.3)
     async with fleet_lab(tmp_path) as lab:
         seen = [echo(agent, agent.agent.name) for agent in lab.agents]
         assert (await lab.get("/ready"))[0] == 200
