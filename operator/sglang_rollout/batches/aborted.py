@@ -1,6 +1,7 @@
 """Answers to requests that were aborted before an engine had them: SGLang's "Abort in waiting queue". Pure, but for the clock.
 
-SGLang 0.5.23 writes them in ``TokenizerManager._handle_abort_req``, and builds OpenAI's answers from them.
+SGLang 0.5.23 writes them in ``TokenizerManager._handle_abort_req``, and builds OpenAI's answers from them. Only the time at which an
+answer left the engine (``response_sent_to_client_ts``) is missing here.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ def make_samples(error: AbortedError) -> list[dict[str, Any]]:
             "finish_reason": {"type": "abort", "message": _MESSAGE},
             "weight_version": error.weight_version,
             "e2e_latency": error.seconds,
+            "weight_versions": _list_versions(error),
         }
         if form.logprobs:
             meta |= {"input_token_logprobs": [], "output_token_logprobs": [], "output_token_logprobs_length": 0}
@@ -93,26 +95,44 @@ def encode_answer(error: AbortedError) -> tuple[str, bytes]:
         samples = make_samples(error)
         parts = samples if form.samples == 1 else [{**sample, "index": index} for index, sample in enumerate(samples)]
     else:
-        whole = _make_completion(error)
-        parts = [{**whole, "choices": [choice]} for choice in whole["choices"]]
+        parts = _make_events(error)
     return STREAM_TYPE, b"".join(b"data: %s\n\n" % encode(part) for part in parts) + b"data: [DONE]\n\n"
 
 
+def _list_versions(error: AbortedError) -> list[dict[str, Any]]:
+    """Return the versions of no tokens, as SGLang lists them."""
+    return [{"version": error.weight_version, "start": 0, "end": 0}]
+
+
 def _make_completion(error: AbortedError) -> dict[str, Any]:
-    """Return OpenAI's answer, or a part of the stream with all choices."""
-    form = error.form
+    """Return OpenAI's answer."""
     kind = "text_completion"
     content: dict[str, Any] = {"text": ""}
-    if form.path == CHAT_COMPLETIONS:
-        kind = "chat.completion.chunk" if form.stream else "chat.completion"
-        content = {"delta" if form.stream else "message": {"role": "assistant", "content": "", "reasoning_content": None}}
-    end = {"logprobs": None, "finish_reason": "abort", "matched_stop": None}
-    usage = None if form.stream else {"prompt_tokens": 0, "total_tokens": 0, "completion_tokens": 0, "prompt_tokens_details": None}
-    return {
-        "id": form.rid or uuid.uuid4().hex,
-        "object": kind,
-        "created": int(time.time()),
-        "model": form.model,
-        "choices": [{"index": index, **content, **end} for index in range(form.samples)],
-        "usage": usage,
-    }
+    if error.form.path == CHAT_COMPLETIONS:
+        kind, content = "chat.completion", {"message": {"role": "assistant", "content": "", "reasoning_content": None}}
+    usage: dict[str, Any] = {"prompt_tokens": 0, "total_tokens": 0, "completion_tokens": 0, "prompt_tokens_details": None}
+    usage |= {"reasoning_tokens": 0, "completion_tokens_details": None}
+    metadata = {"weight_version": error.weight_version, "weight_versions": _list_versions(error)}
+    choices = [_make_choice(index, content, "abort") for index in range(error.form.samples)]
+    return {**_begin(error, kind), "choices": choices, "usage": usage, "metadata": metadata}
+
+
+def _make_events(error: AbortedError) -> list[dict[str, Any]]:
+    """Return the events of OpenAI's stream. In a chat, each choice begins with an event that has the role."""
+    numbers = range(error.form.samples)
+    if error.form.path != CHAT_COMPLETIONS:
+        begin = _begin(error, "text_completion")
+        return [{**begin, "choices": [_make_choice(index, {"text": ""}, "abort")], "usage": None} for index in numbers]
+    begin, empty = _begin(error, "chat.completion.chunk"), {"reasoning_content": None}
+    first = [_make_choice(index, {"delta": {**empty, "role": "assistant", "content": ""}}, None) for index in numbers]
+    last = [_make_choice(index, {"delta": empty}, "abort") for index in numbers]
+    return [{**begin, "choices": [choice]} for choice in (*first, *last)]
+
+
+def _begin(error: AbortedError, kind: str) -> dict[str, Any]:
+    form = error.form
+    return {"id": form.rid or uuid.uuid4().hex, "object": kind, "created": int(time.time()), "model": form.model}
+
+
+def _make_choice(index: int, content: Mapping[str, Any], reason: str | None) -> dict[str, Any]:
+    return {"index": index, **content, "logprobs": None, "finish_reason": reason, "matched_stop": None}

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from sglang_rollout.api.intent import Intent
 from sglang_rollout.batches import client
 from sglang_rollout.coordinator import aborts
 from sglang_rollout.sglang.api import PauseMode
@@ -104,13 +103,15 @@ async def test_waiting_prompts_end_with_the_batch_and_new_ones_are_served(lab: L
     assert reasons(found) == [ENGINES] * PLACES + [OWN] * 7
     waited = found[5]
     assert 0 < waited["meta_info"].pop("e2e_latency") < 5
+    label = (await lab.document())["committed"]["label"]
     assert waited == {
         "text": "",
         "output_ids": [],
         "meta_info": {
             "id": "p5",
             "finish_reason": OWN,
-            "weight_version": (await lab.document())["committed"]["label"],
+            "weight_version": label,
+            "weight_versions": [{"version": label, "start": 0, "end": 0}],
             "input_token_logprobs": [],
             "output_token_logprobs": [],
             "output_token_logprobs_length": 0,
@@ -198,7 +199,7 @@ async def test_a_request_that_waits_for_an_engine_ends(lab: Lab, engine: Engine)
         for stream in (False, True):
             status, found = await aborted(path, {**body, "stream": stream})
             if stream:
-                event, end = [line.removeprefix("data: ") for line in found.splitlines() if line]
+                *_, event, end = [line.removeprefix("data: ") for line in found.splitlines() if line]
                 assert end == "[DONE]"
                 found = json.loads(event)
             ended, name = (found["meta_info"]["finish_reason"]["type"], found["meta_info"]) if path == "/generate" else (
@@ -226,39 +227,28 @@ async def test_a_trainers_pause_ends_waiting_prompts_only_in_mode_abort(lab: Lab
     assert (await pause)[0] == 200
 
 
-async def set_state(lab: Lab, state: FleetState) -> None:
-    path = lab.folder / "intent.json"
-    intent = Intent.model_validate_json(path.read_text())
-    path.write_text(intent.model_copy(update={"state": state, "generation": intent.generation + 1}).model_dump_json())
-
-    async def in_effect() -> bool:
-        return bool((await lab.document())["state"] == state.value)
-
-    await lab.until(f"the fleet is {state}", in_effect)
-
-
 async def test_prompts_wait_while_the_spec_pauses_the_fleet_and_get_the_reason_of_a_sleep(lab: Lab, engine: Engine) -> None:
     asked = await begin(lab, engine, {"text": prompts()})
-    await set_state(lab, FleetState.PAUSED)
+    await lab.set_state(FleetState.PAUSED)
     engine.is_closed = True
     engine.done.set()  # places become free
     await asyncio.sleep(0.6)
     assert (asked.done(), len(engine.seen)) == (False, PLACES)
     engine.is_closed = False
-    await set_state(lab, FleetState.ACTIVE)
+    await lab.set_state(FleetState.ACTIVE)
     _, _, found = await asyncio.wait_for(asked, 20)
     assert reasons(found) == [{"type": "length"}] * 10
 
     asked = await begin(lab, engine, {"text": prompts()})
-    await set_state(lab, FleetState.PAUSED)
+    await lab.set_state(FleetState.PAUSED)
     assert (await lab.post("/abort_request", ALL))[0] == 200
     _, _, found = await asyncio.wait_for(asked, 20)
     assert reasons(found) == [ENGINES] * PLACES + [OWN] * 7
-    await set_state(lab, FleetState.ACTIVE)
+    await lab.set_state(FleetState.ACTIVE)
 
     await lab.until("the batch server knows", lambda: serves(lab))
     asked = await begin(lab, engine, {"text": prompts()})
-    await set_state(lab, FleetState.ASLEEP)
+    await lab.set_state(FleetState.ASLEEP)
     await asyncio.sleep(0.3)  # the batch server's view of the fleet is at most that old
     engine.done.set()
     status, _, found = await asyncio.wait_for(asked, 20)
@@ -272,7 +262,7 @@ async def test_a_pause_of_the_spec_in_mode_abort_ends_waiting_prompts(
     async with fleet_lab(tmp_path, pause_mode=PauseMode.ABORT) as lab:
         engine.lab, lab.smg.answer_tokens = lab, engine
         asked = await begin(lab, engine, {"text": prompts()})
-        await set_state(lab, FleetState.PAUSED)
+        await lab.set_state(FleetState.PAUSED)
         await lab.until("the engines pause", lambda: _is(bool(lab.agents[0].bodies_of("/pause_generation"))))
         engine.done.set()
         _, _, found = await asyncio.wait_for(asked, 20)

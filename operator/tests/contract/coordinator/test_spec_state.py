@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from sglang_rollout.api.intent import Intent
 from sglang_rollout.wire.record import Record
 from sglang_rollout.wire.states import FleetState, describe_state
 from tests.contract.support.coordinator_process import Lab, fleet_lab
@@ -23,24 +22,12 @@ async def lab(tmp_path: Path) -> AsyncIterator[Lab]:
         yield lab
 
 
-async def set_state(lab: Lab, state: FleetState) -> None:
-    """Write the intent as the operator does after a change of ``spec.state``."""
-    path = lab.folder / "intent.json"
-    intent = Intent.model_validate_json(path.read_text())
-    path.write_text(intent.model_copy(update={"state": state, "generation": intent.generation + 1}).model_dump_json())
-
-    async def in_effect() -> bool:
-        return bool((await lab.document())["state"] == state.value)
-
-    await lab.until(f"the fleet is {state}", in_effect)
-
-
 async def all_paused(lab: Lab) -> bool:
     return all(agent.agent.paused and not agent.agent.gate_open for agent in lab.agents)
 
 
 async def test_a_paused_fleet_names_the_cause_and_accepts_weights(lab: Lab) -> None:
-    await set_state(lab, FleetState.PAUSED)
+    await lab.set_state(FleetState.PAUSED)
     await lab.until("all engines are paused", lambda: all_paused(lab))
     for path, body in (("/generate", {"text": "a"}), ("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", {"messages": []})):
         async with lab.session.post(lab.url_of(path), json=body) as reply:
@@ -61,14 +48,14 @@ async def test_a_paused_fleet_names_the_cause_and_accepts_weights(lab: Lab) -> N
     assert (found["committed"]["label"], found["serving"], found["held"]) == ("1", 0, PAUSED)
     assert await all_paused(lab)
 
-    await set_state(lab, FleetState.ACTIVE)
+    await lab.set_state(FleetState.ACTIVE)
     await lab.serving(2)
     assert not any(agent.agent.paused for agent in lab.agents)
     assert (await lab.get("/fleet/held"))[0] == 404
 
 
 async def test_a_restarted_coordinator_keeps_the_fleet_paused(lab: Lab) -> None:
-    await set_state(lab, FleetState.PAUSED)
+    await lab.set_state(FleetState.PAUSED)
     await lab.until("all engines are paused", lambda: all_paused(lab))
 
     async def recorded() -> bool:

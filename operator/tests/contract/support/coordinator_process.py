@@ -28,7 +28,7 @@ from sglang_rollout.proxy.address import Address, Endpoint
 from sglang_rollout.sglang.api import DATA_PATHS
 from sglang_rollout.wire.ports import AGENT_CHECKPOINT, AGENT_PREFLIGHT, BATCHES_METRICS, TERM_HEADER
 from sglang_rollout.wire.reasons import RefusalCode
-from sglang_rollout.wire.states import FleetMode
+from sglang_rollout.wire.states import FleetMode, FleetState
 from tests.properties.support.simulated_agent import SimulatedAgent
 from tests.support.ports import free_port
 
@@ -304,6 +304,17 @@ class Lab:
             return (await self.document()).get("serving") == number
 
         await self.until(f"{number} engines serve", check, within)
+
+    async def set_state(self, state: FleetState) -> None:
+        """Write the intent as the operator does after a change of ``spec.state``, and wait until it is in effect."""
+        path = self.folder / "intent.json"
+        intent = Intent.model_validate_json(path.read_text())
+        path.write_text(intent.model_copy(update={"state": state, "generation": intent.generation + 1}).model_dump_json())
+
+        async def in_effect() -> bool:
+            return bool((await self.document())["state"] == state.value)
+
+        await self.until(f"the fleet is {state}", in_effect)
 
     async def open_group(self, name: str = "g", **changes: Any) -> tuple[int, str, Any]:
         body = {
