@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -135,10 +136,12 @@ def local_fleet(
             if fresh:
                 until_serving(fleet)
             else:
-                members = f"http://{address}/fleet"
-                check = lambda: all(row["rank_offset"] for row in get(members)["members"])  # noqa: E731
-                until("all engines can take weights", check, every=0.5, programs=fleet.programs)
+                until("all engines can take weights", partial(_can_take_weights, fleet.url), every=0.5, programs=fleet.programs)
             yield fleet
+
+
+def _can_take_weights(url: str) -> bool:
+    return all(row["rank_offset"] for row in get(f"{url}/fleet")["members"])
 
 
 @contextmanager

@@ -26,6 +26,7 @@ def test_a_condition_is_waited_for_while_the_process_runs() -> None:
     try:
         turns = iter([False, False, True])
         until("the third turn", lambda: next(turns), 20, programs=[Program(process)])
+        assert not list(turns), "it has asked three times"
     finally:
         process.kill()
         process.wait()

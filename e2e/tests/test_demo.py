@@ -11,7 +11,7 @@ import pytest
 
 from e2e.cluster.paths import REPOSITORY
 from e2e.demo import describe_next_steps
-from e2e.pages import read_blocks
+from e2e.pages import Block, read_blocks
 
 README = (REPOSITORY / "README.md").read_text()
 
@@ -32,8 +32,8 @@ def test_the_rule_finds_an_impatient_command() -> None:
 
 
 @pytest.mark.parametrize("block", [block for block in read_blocks() if "port-forward" in block.text], ids=str)
-def test_a_forward_and_the_call_after_it_can_be_pasted_together(block: object) -> None:
-    assert not list(without_patience(block.text))  # type: ignore[attr-defined]
+def test_a_forward_and_the_call_after_it_can_be_pasted_together(block: Block) -> None:
+    assert not list(without_patience(block.text))
 
 
 def test_the_last_lines_of_the_demo_can_be_pasted_together() -> None:

@@ -282,7 +282,7 @@ class CancellableSession(requests.Session):
             self.mount(scheme, _TrackingAdapter(self._check_cancelled, self._track_socket, max_retries=retry))
 
     def cancel(self) -> None:
-        """Shut down all sockets of this session, and refuse new ones until ``reset``."""
+        """Shut down all open sockets, and refuse new ones until ``reset``."""
         with self._lock:
             self._cancelled = True
             for each in self._sockets:

@@ -39,7 +39,7 @@ OTHER_SIDE_SECONDS = 5.0
 COMMIT_POLL_SECONDS = 0.5
 ALREADY_COMMITTED = "Do not push this version again: it is committed, and the engines that lack it load it from their copies."
 """Advice if engines failed after the commit (transport Staged)."""
-_ADVICE = {
+_ADVICE: Mapping[str, str] = {
     UpdateReason.TOO_FEW_ENGINES: ALREADY_COMMITTED,
     UpdateReason.TENSORS_MISSING: "A push of the same tensors fails again.",
 }
@@ -272,7 +272,7 @@ def wait_for_commit(read: Callable[[], FleetDocument], update: str, seconds: flo
 
 def find_advice(code: str | None) -> str | None:
     """Return what to do about a failure with this code; None if the caller knows it."""
-    return next((advice for reason, advice in _ADVICE.items() if reason == code), None)
+    return _ADVICE.get(code) if code is not None else None
 
 
 def prepare_failure(error: ValueError) -> PushFailed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -30,7 +31,7 @@ def test_a_long_value_is_quoted_at_once(value: object) -> None:
 
 @pytest.mark.parametrize("find", [find_count_problem, find_number_problem, find_label_problem, find_shape_problem])
 @pytest.mark.parametrize("value", [-(10**5000), [10**5000], [-(10**5000)]], ids=["number", "list", "negative"])
-def test_a_number_that_python_refuses_to_write_is_refused(find, value: object) -> None:  # type: ignore[no-untyped-def]
+def test_a_number_that_python_refuses_to_write_is_refused(find: Callable[[object, str], str | None], value: object) -> None:
     problem = find(value, "step")
     assert problem
     assert len(problem) < 400
